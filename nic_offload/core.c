@@ -63,7 +63,7 @@ static int withdraw(struct tk_fabric *fabric, struct work *work)
 	case WORK_HELD:
 		return nic_withdraw(fabric, work);
 	case WORK_READING: /* the drive may still be reading it; the result is ignored */
-		reader_let_go(work);
+		reader_withdraw(work);
 		return 1;
 	case WORK_SUMMING:
 		if (is_get(work))

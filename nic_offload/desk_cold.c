@@ -2,8 +2,8 @@
  * A desk's answers from the drives: to calls for blocks some of which are not in memory, but have known places.
  *
  * Each such block is read (reader.c) into a room, a piece of the shelf's region that the application has provided in
- * advance, and sent from there. The application gets the call afterwards, when no drive uses its rooms any more, with a
- * row for each block: it keeps the rooms' bytes in its hot memory, or reuses the rooms.
+ * advance, and sent from there. The application gets the call afterwards, with a row for each block: it keeps the rooms'
+ * bytes in its hot memory, or reuses the rooms. A room into which the drive still reads stays here until it is done.
  *
  * What always holds: a call is answered completely or not at all, except that a block that could not be read, or is the
  * wrong one, is left to the application, which is notified at once. A block is sent only if its header has the
@@ -205,6 +205,7 @@ static void read_block(struct tk_fabric *fabric, struct work *work, struct tk_de
 			head->fingerprint);
 	reading->offset = offset_at(place);
 	reading->place = place;
+	reading->room = shelf->into[number];
 	reading->work = work;
 	work->reading = reading;
 	work->batch = reading->batch;
@@ -268,8 +269,6 @@ int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struc
 	struct served *served = batch ? desk_note(shelf, desk, head, sizes.sent, sizes.cold_blocks) : NULL;
 	struct work *work = served ? take_free_work(fabric, head->blocks + 1) : NULL;
 	if (work) {
-		batch->served = served;
-		served->left += sizes.cold_blocks; /* the drive uses their rooms */
 		fill_in_rows(served, shelf, head);
 		shelf->cold.bytes += sizes.cold;
 		shelf->cold.bytes_of[desk->setup.owner[0]] += sizes.cold;
@@ -300,12 +299,19 @@ int cold_is_there(struct work *work, uint64_t place, uint64_t generation)
 	return is_there;
 }
 
-/* A block has ended, or the drive no longer uses its room, which it may do for longer than anybody wants the block. */
-void cold_let_go(struct tk_shelf *shelf, struct served *served)
+/* A block is not wanted any more, and the drive may still be reading it: its room is not reported with it. */
+void cold_room_stays(struct work *work)
 {
+	cold_row(work->served, work->op.row)->room = IN_MEMORY;
+}
+
+/* Now the drive is done with it. */
+void cold_room_back(struct tk_shelf *shelf, const struct tk_room *room)
+{
+	struct cold *cold = &shelf->cold;
 	pthread_mutex_lock(&shelf->lock);
-	if (!--served->left)
-		desk_list_served(shelf, served);
+	if (!grow((void **)&cold->rooms, &cold->rooms_capacity, cold->rooms_count, sizeof *cold->rooms))
+		cold->rooms[cold->rooms_count++] = *room;
 	pthread_mutex_unlock(&shelf->lock);
 }
 
@@ -324,8 +330,9 @@ void cold_over(struct work *work)
 	row->status = is_left ? work->failed : 0;
 	served->has_unsent |= is_left;
 	served->told.failed += work->failed && !is_left;
+	if (!--served->left)
+		desk_list_served(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);
-	cold_let_go(shelf, served);
 }
 
 void poll_cold(struct tk_fabric *fabric)
@@ -384,13 +391,4 @@ int tk_shelf_rooms(struct tk_shelf *shelf, struct tk_room *out, int out_max)
 		out[count++] = shelf->cold.rooms[--shelf->cold.rooms_count];
 	pthread_mutex_unlock(&shelf->lock);
 	return count;
-}
-
-void tk_shelf_cold_state(struct tk_shelf *shelf, struct tk_cold_state *state)
-{
-	pthread_mutex_lock(&shelf->lock);
-	*state = (struct tk_cold_state){.wanted_pages = shelf->cold.wanted_pages};
-	for (uint32_t i = 0; i < shelf->cold.rooms_count; i++)
-		state->rooms += shelf->cold.rooms[i].pages >= shelf->cold.wanted_pages;
-	pthread_mutex_unlock(&shelf->lock);
 }

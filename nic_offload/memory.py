@@ -63,7 +63,7 @@ def allocate_shared(length: int) -> tuple[mmap.mmap, int]:
         raise _not_had(length, error) from error
     try:
         os.ftruncate(fd, length)
-        memory = mmap.mmap(fd, length)
+        memory = map_whole(fd, length, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
         os.close(fd)
         raise _not_had(length, error) from error
@@ -102,7 +102,7 @@ def allocate_mapped(length: int) -> tuple[mmap.mmap, int]:
 
 
 def map_whole(fd: int, length: int, prot: int) -> mmap.mmap:
-    """Map memory of another process, at an address where huge pages are mapped whole if there is one.
+    """Map shared memory, at an address where huge pages are mapped whole if there is one.
 
     Elsewhere each first access to a small page is a fault, which costs twice as much as reading it.
     """

@@ -166,7 +166,8 @@ void poll_desks(struct tk_fabric *fabric);
 /* desk_cold.c: blocks of such calls that a reader reads */
 int cold_is_there(struct work *work, uint64_t place, uint64_t generation); /* the name of what was read still has that place */
 void cold_over(struct work *work);
-void cold_let_go(struct tk_shelf *shelf, struct served *served);
+void cold_room_stays(struct work *work);
+void cold_room_back(struct tk_shelf *shelf, const struct tk_room *room);
 void poll_cold(struct tk_fabric *fabric);
 
 /* sender.c: puts by grants, the client's side */
@@ -234,6 +235,7 @@ void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 /* reader.c: puts of bytes that are read from a drive */
 void reader_begin(struct work *work);
 void reader_let_go(struct work *work); /* it no longer needs the bytes */
+void reader_withdraw(struct work *work); /* the same, while the drive may still be reading them */
 void reader_put_over(struct work *work);
 int poll_readers(struct tk_fabric *fabric);
 void readers_end(struct tk_fabric *fabric);

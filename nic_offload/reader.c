@@ -14,7 +14,7 @@
  * CRC, or, if it is encrypted, its tag. An operation that is cancelled or late, or whose endpoint is closed, ends at
  * once, as it would without a reader; but the drive may still be reading into its pages. So records are read in batches,
  * and the pages and extents of a batch may be reused after its TK_READ, which is reported once, whatever became of the
- * operations; those of a desk's call, after the report about the call. The pieces of one record are checked in order; those
+ * operations; those of a desk's call stay its own for that long (desk_cold.c). The pieces of one record are checked in order; those
  * of different records as they arrive.
  *
  * What it doesn't do: read anything twice. If a read failed or found another record, the operation fails with
@@ -196,6 +196,13 @@ void reader_begin(struct work *work)
 	reader->last = reading;
 }
 
+void reader_withdraw(struct work *work)
+{
+	if (work->batch->shelf)
+		cold_room_stays(work);
+	reader_let_go(work);
+}
+
 void reader_let_go(struct work *work)
 {
 	work->reading->work = NULL;
@@ -228,14 +235,12 @@ void reading_over(struct tk_reader *reader, struct reading *reading)
 {
 	struct batch *batch = reading->batch;
 	reader->fabric->reading--;
-	if (batch->served)
-		cold_let_go(batch->shelf, batch->served);
 	if (--batch->unread)
 		return;
 	__atomic_sub_fetch(&batch->region->uses, 1, __ATOMIC_RELEASE);
 	batch->read_ns = tk_now_ns();
-	batch->read_is_told = batch->served != NULL;
-	if (batch->served) {
+	batch->read_is_told = batch->shelf != NULL;
+	if (batch->shelf) {
 		free_if_over(batch);
 	} else if (!batch->not_over) {
 		tell_read(reader, batch);
@@ -250,13 +255,13 @@ void reader_put_over(struct work *work)
 {
 	struct batch *batch = work->batch;
 	struct tk_reader *reader = batch->readings->reader; /* of all of them, unless they are cold */
-	if (batch->served)
+	if (batch->shelf)
 		cold_over(work);
 	if (work->posted_ns > batch->posted_ns)
 		batch->posted_ns = work->posted_ns;
 	if (--batch->not_over)
 		return;
-	if (batch->served) {
+	if (batch->shelf) {
 		free_if_over(batch);
 		return;
 	}

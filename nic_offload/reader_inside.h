@@ -24,6 +24,7 @@ struct reading {
 	int failed;
 	uint64_t offset;
 	uint64_t place; /* of a cold block: its generation and CRC are taken from its header */
+	struct tk_room room; /* of a cold block */
 	struct header_fixed header;
 	struct aead *aead; /* NULL: not encrypted, or not begun */
 	uint8_t payload_tag[TK_AEAD_TAG];
@@ -49,9 +50,7 @@ struct batch {
 	uint32_t unread;   /* records whose pages the drive still uses */
 	uint32_t not_over; /* puts */
 	int read_is_told;
-	/* Blocks of a call that a desk answers, from any drives: the call's report, which waits for them; there are no events. */
-	struct served *served;
-	struct tk_shelf *shelf;
+	struct tk_shelf *shelf; /* of blocks of a call that a desk answers, from any drives; the application gets no event */
 	struct reading readings[];
 };
 

@@ -106,6 +106,8 @@ static void ended(struct tk_reader *reader, struct reading *reading)
 			finish(reader->fabric, work, -ENODATA);
 		else
 			fire(reader->fabric, work, tk_now_ns());
+	} else if (reading->batch->shelf) {
+		cold_room_back(reading->batch->shelf, &reading->room);
 	}
 	reading_over(reader, reading);
 }

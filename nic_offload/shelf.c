@@ -231,6 +231,15 @@ void tk_shelf_use_readers(struct tk_shelf *shelf, const struct tk_cold_setup *se
 	pthread_mutex_unlock(&shelf->lock);
 }
 
+void tk_shelf_cold_state(struct tk_shelf *shelf, struct tk_cold_state *state)
+{
+	pthread_mutex_lock(&shelf->lock);
+	*state = (struct tk_cold_state){.wanted_pages = shelf->cold.wanted_pages};
+	for (uint32_t i = 0; i < shelf->cold.rooms_count; i++)
+		state->rooms += shelf->cold.rooms[i].pages >= shelf->cold.wanted_pages;
+	pthread_mutex_unlock(&shelf->lock);
+}
+
 int tk_shelf_count(struct tk_shelf *shelf)
 {
 	pthread_mutex_lock(&shelf->lock);

@@ -149,7 +149,7 @@ void reading_fill_in(struct reading *one, struct batch *batch, struct tk_reader 
 		     const uint8_t *owner, const uint8_t *fingerprint)
 {
 	(void)key, (void)owner, (void)fingerprint;
-	must(of == &reader && batch->served && batch->shelf == shelf);
+	must(of == &reader && batch->shelf == shelf);
 	*one = (struct reading){.batch = batch, .reader = of, .size = length};
 }
 
@@ -179,12 +179,11 @@ static void end_readings(void)
 		int is_there = cold_is_there(work, work->reading->place, GENERATION_THERE);
 		must(!is_gone || !is_there);
 		work->failed = is_there ? 0 : -61;
-		struct served *served = work->served;
-		if (i % 3) /* the drive is done with the room before the block has ended, or after */
-			cold_let_go(shelf, served);
+		if (i % 3 == 2) { /* it was withdrawn while it was read */
+			cold_room_stays(work);
+			cold_room_back(shelf, &work->reading->room);
+		}
 		cold_over(work);
-		if (!(i % 3))
-			cold_let_go(shelf, served);
 		if (!--batch->not_over)
 			free(batch);
 		free(work);

@@ -183,7 +183,7 @@ def test_rooms_are_asked_for_before_lanes_have_used_all(drive: Drive) -> None:
     assert rig.put([1], LENGTH)[1].wait_landed(20)
     assert not any(event.tag == RECEIVER for event in fabric.reap())
     assert rig.put([2], LENGTH)[1].wait_landed(20)
-    assert any(event.tag == RECEIVER for event in fabric.reap()), "two of four are left"
+    wait_until(lambda: any(event.tag == RECEIVER for event in fabric.reap()), "two of four are left")
     state = rig.receiver.take()[1]
     assert (state.rooms, state.starved) == (2, 0)
 
