@@ -1,8 +1,8 @@
 /*
- * Whose turn it is to run a fabric's rounds: its progress thread's, or that of a caller that waits for a group.
+ * Caller-driven progress: whose turn it is to run a fabric's rounds, its progress thread's or a waiting caller's.
  *
- * A caller that waits runs the rounds itself. Then a call needs no other thread of this process: the caller sends it and
- * takes its answer. With a thread in between, each call costs two wakeups more, which take as long as all the rest.
+ * A caller that waits for a group runs the rounds itself. Then a call needs no other thread of this process: the caller sends
+ * it and takes its answer. With a thread in between, each call costs two wakeups more, which take as long as all the rest.
  *
  * The progress thread runs the rounds whenever no caller does. When a caller takes the turn, the thread steps aside, and
  * comes back TURN_NS after the last caller has left: most callers call again at once. What is stored to a flag word in
