@@ -121,6 +121,8 @@ def test_a_block_whose_bytes_changed_in_memory_is_a_miss_and_then_comes_from_the
         at = bytes(node.hot.view).index(inside.source[:64])
         node.hot.view[at + 50_000] ^= 1
 
+    # Until then it may list the block once more.
+    wait_until(lambda: inner.call(lambda node: node.hot.pages.statistics().kept) == 1, "the node knows it")
     inner.call(spoil)
     (outcome,) = get(inside, [block])
     assert isinstance(outcome, Miss)
