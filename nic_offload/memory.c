@@ -13,6 +13,8 @@
 #endif
 #define SMALL_PAGE 4096u
 #define HUGE_PAGE (2u << 20)
+#define HUGE_PAGE_NS UINT64_C(20000000) /* one may take so long on average: memory is fragmented, and has to be moved */
+#define HUGE_PAGES_MORE 64u /* the time for so many is allowed beyond that */
 
 void copy_plain(void *to, const void *from, size_t length)
 {
@@ -62,17 +64,17 @@ int tk_memory_populate(void *address, size_t length)
  *
  * By default Linux gives shared memory small pages, whatever `madvise` says. They take nine times as long to allocate, and
  * drives may be half as fast with them. But it collapses a range in which one page is there, if the range is mapped at an
- * address of a huge page: so it is here, for this time. */
+ * address of a huge page: so it is here, for this time. If that takes long, the rest is left to small ones. */
 size_t tk_memory_collapse(int fd, size_t length)
 {
-	size_t done = 0;
-	size_t reserved = length + HUGE_PAGE;
+	size_t done = 0, reserved = length + HUGE_PAGE;
+	uint64_t until_ns = tk_now_ns() + HUGE_PAGES_MORE * HUGE_PAGE_NS;
 	char *range = mmap(NULL, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	if (range == MAP_FAILED)
 		return 0;
 	char *memory = range + -(uintptr_t)range % HUGE_PAGE;
 	if (mmap(memory, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED)
-		for (; done + HUGE_PAGE <= length; done += HUGE_PAGE)
+		for (; done + HUGE_PAGE <= length && tk_now_ns() < until_ns; done += HUGE_PAGE, until_ns += HUGE_PAGE_NS)
 			if (madvise(memory + done, SMALL_PAGE, MADV_POPULATE_WRITE) ||
 			    madvise(memory + done, HUGE_PAGE, MADV_COLLAPSE))
 				break;
