@@ -25,7 +25,6 @@ __all__ = [
     "collapse",
     "copy_runs",
     "hide_from_dumps",
-    "map_whole",
     "populate",
     "set_aside",
     "shares_huge_pages",
@@ -63,7 +62,7 @@ def allocate_shared(length: int) -> tuple[mmap.mmap, int]:
         raise _not_had(length, error) from error
     try:
         os.ftruncate(fd, length)
-        memory = map_whole(fd, length, mmap.PROT_READ | mmap.PROT_WRITE)
+        memory = mmap.mmap(fd, length)
     except OSError as error:
         os.close(fd)
         raise _not_had(length, error) from error
@@ -99,20 +98,6 @@ def allocate_mapped(length: int) -> tuple[mmap.mmap, int]:
         raise _not_had(length, error) from error
     hide_from_dumps(memory)
     return memory, fd
-
-
-def map_whole(fd: int, length: int, prot: int) -> mmap.mmap:
-    """Map shared memory, at an address where huge pages are mapped whole if there is one.
-
-    Elsewhere each first access to a small page is a fault, which costs twice as much as reading it.
-    """
-    memory = mmap.mmap(fd, length, prot=prot)
-    beyond = address_of(memory) % _HUGE_PAGE_BYTES
-    if beyond and length >= _HUGE_PAGE_BYTES:
-        memory.close()
-        with mmap.mmap(-1, beyond):  # in the place of its end: mappings are placed from the top down
-            memory = mmap.mmap(fd, length, prot=prot)
-    return memory
 
 
 def address_of(memory: Buffer) -> int:
