@@ -279,12 +279,12 @@ int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struc
 	if (served && !work)
 		desk_forget_note(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);
-	if (work) {
-		desk->under_way_bytes += sizes.all;
-		fabric->statistics.served += head->blocks;
-		begin_all(fabric, work, desk, head, batch, served);
-	}
-	return work != NULL;
+	if (!work)
+		return 0;
+	desk->under_way_bytes += sizes.all;
+	fabric->statistics.served += head->blocks;
+	begin_all(fabric, work, desk, head, batch, served);
+	return 1;
 }
 
 int cold_is_there(struct work *work, uint64_t place, uint64_t generation)

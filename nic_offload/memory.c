@@ -63,8 +63,9 @@ int tk_memory_populate(void *address, size_t length)
 /* Puts shared memory that is not used yet into huge pages, as far as the kernel has them; returns how much is in them.
  *
  * By default Linux gives shared memory small pages, whatever `madvise` says. They take nine times as long to allocate, and
- * drives may be half as fast with them. But it collapses a range in which one page is there, if the range is mapped at an
- * address of a huge page: so it is here, for this time. If that takes long, the rest is left to small ones. */
+ * drives may be half as fast with them. But it collapses a range in which one page is present, if the range is mapped at a
+ * multiple of a huge page's size. So it is mapped there for as long as this takes. If that is too long, because memory is
+ * fragmented, the rest is left to small pages. */
 size_t tk_memory_collapse(int fd, size_t length)
 {
 	size_t done = 0, reserved = length + HUGE_PAGE;

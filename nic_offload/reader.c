@@ -14,8 +14,8 @@
  * CRC, or, if it is encrypted, its tag. An operation that is cancelled or late, or whose endpoint is closed, ends at
  * once, as it would without a reader; but the drive may still be reading into its pages. So records are read in batches,
  * and the pages and extents of a batch may be reused after its TK_READ, which is reported once, whatever became of the
- * operations; those of a desk's call stay its own for that long (desk_cold.c). The pieces of one record are checked in order; those
- * of different records as they arrive.
+ * operations. A desk keeps the rooms of its calls for that long (desk_cold.c). The pieces of one record are checked in
+ * order; those of different records as they arrive.
  *
  * What it doesn't do: read anything twice. If a read failed or found another record, the operation fails with
  * -ENODATA, and the application finds out why. It doesn't keep extents from being freed: the application does, from
