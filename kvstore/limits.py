@@ -17,6 +17,7 @@ DOMAIN_BYTES = 16  # of an erase domain
 SESSION_BYTES = 16
 GENERATION_MAX = (1 << 56) - 1  # shares a 64-bit ack word with an 8-bit code
 
+THRESHOLD_MAX = (1 << 64) - 1  # of a block: the largest value of a flag word
 BLOCK_BYTES_MIN = 1
 BLOCK_BYTES_MAX = 64 << 20
 BATCH_BLOCKS_MAX = 1024  # blocks named in one call

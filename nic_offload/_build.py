@@ -69,6 +69,7 @@ _PARTS = (
     "nic_submit",
     "pieces",
     "posting",
+    "puts",
     "reader",
     "reader_pieces",
     "receiver",

@@ -142,6 +142,9 @@ int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, 
 int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count);
 
 int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, struct tk_group **out);
+/* All or none. `puts` is a tk_puts with its rows behind it, `metadata` that of the first block and then of the others. */
+int tk_put(struct tk_fabric *fabric, const void *puts, const void *metadata, struct tk_group **out);
+int tk_put_name(struct tk_group *group, uint32_t row, const void *key, uint32_t durability);
 int tk_group_read(struct tk_group *group, uint32_t first, uint32_t count, struct tk_row *out);
 int tk_group_land(struct tk_group *group, uint32_t row, uint64_t now_ns); /* as the peer's first word does */
 int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code); /* 0 leaves the code; returns the open rows */

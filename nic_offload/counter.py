@@ -41,8 +41,8 @@ class Counter(Handle):
         self._fabric = fabric
         self._word = word
         out = ffi.new("struct tk_counter **")
-        pointer = ffi.NULL if word is None else ffi.cast("void *", word.address)
-        bell, pipe_fd = (ffi.NULL, -1) if word is None else word.bell
+        address, bell_address, pipe_fd = (0, 0, -1) if word is None else word.place
+        pointer, bell = ffi.cast("void *", address), ffi.cast("struct tk_bell *", bell_address)
         self._check(lib.tk_counter_open(fabric.handle, pointer, bell, pipe_fd, out), "Opening a counter")
         self.handle: Any = out[0]
         self.pointer = int(ffi.cast("uintptr_t", self.handle))

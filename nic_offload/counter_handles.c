@@ -78,6 +78,35 @@ int tk_counter_close(struct tk_counter *counter)
 	return 0;
 }
 
+/* A counter over a word, in use until `counter_put_down`. Batches that wait for the same word share it, and it is freed
+ * after the last of them. As long as one of them waits the word stays mapped: so it is the same word and the same bell. */
+int counter_over_word(struct tk_fabric *fabric, void *word, struct tk_bell *bell, int pipe_fd, struct tk_counter **out)
+{
+	pthread_mutex_lock(&fabric->handle_lock);
+	struct tk_counter *counter = fabric->closing;
+	while (counter && !(counter->is_shared && counter->word == word && counter->bell == bell &&
+			    __atomic_load_n(&counter->uses, __ATOMIC_ACQUIRE)))
+		counter = counter->next;
+	if (counter)
+		__atomic_add_fetch(&counter->uses, 1, __ATOMIC_RELAXED);
+	pthread_mutex_unlock(&fabric->handle_lock);
+	int status = counter ? 0 : tk_counter_open(fabric, word, bell, pipe_fd, &counter);
+	if (status)
+		return status;
+	if (!counter->is_shared) {
+		counter->is_shared = 1;
+		counter->uses = 1;
+		tk_counter_close(counter);
+	}
+	*out = counter;
+	return 0;
+}
+
+void counter_put_down(struct tk_counter *counter)
+{
+	__atomic_sub_fetch(&counter->uses, 1, __ATOMIC_RELEASE);
+}
+
 static int has_word(const struct tk_counter *counter, uint64_t address)
 {
 	for (; counter; counter = counter->next)

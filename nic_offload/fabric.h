@@ -128,6 +128,7 @@ struct tk_counter {
 	uint64_t *own_word;   /* storage of `word` if the caller gave none; freed with the counter */
 	struct fid_cntr *nic; /* with deferred work: the counter that the NIC's operations wait for */
 	uint64_t uses;	      /* atomic: operations that wait for it or are to move it */
+	int is_shared;	      /* by batches of puts that wait for the same word; none of them moves it */
 	int failed;	      /* atomic: the errno of the first operation that failed to move it; 0: none */
 
 	/* The progress thread's own. */
@@ -368,7 +369,6 @@ struct tk_fabric {
 	uint32_t pending_count, pending_capacity;
 	uint64_t published_ns;
 	struct tk_statistics statistics;
-
 	struct tk_statistics shown; /* atomic, each field by itself: the statistics as of the last round */
 };
 

@@ -22,7 +22,7 @@ import os
 import stat
 import struct
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import Closed, InvalidArgument, shown
@@ -50,7 +50,8 @@ class _Words:
         self._map = mmap.mmap(fd, os.fstat(fd).st_size)
         self._pin = ffi.from_buffer(self._map)
         self.address = int(ffi.cast("uintptr_t", self._pin))
-        self.bell = ffi.cast("struct tk_bell *", self.address + len(self._map) - _BELL.size)
+        self.bell_address = self.address + len(self._map) - _BELL.size
+        self.bell = ffi.cast("struct tk_bell *", self.bell_address)
 
     def __del__(self) -> None:
         os.close(self.bell_fd)
@@ -68,9 +69,10 @@ class FlagWord:
         self._pointer = ffi.cast("void *", address)
 
     @property
-    def bell(self) -> tuple[Any, int]:
-        """What a store rings, and through which pipe; NULL for a word somewhere else in memory."""
-        return (ffi.NULL, -1) if self._words is None else (self._words.bell, self._words.bell_fd)
+    def place(self) -> tuple[int, int, int]:
+        """The addresses of the word and of its bell, and the pipe; 0 and -1 for those of a word elsewhere in memory."""
+        words = self._words
+        return (self.address, 0, -1) if words is None else (self.address, words.bell_address, words.bell_fd)
 
     def load(self) -> int:
         """The word's value now.

@@ -31,15 +31,21 @@ struct tk_group {
 	int told;	/* TK_OVER was reported, or a waiter knows */
 	struct turn *turn;
 	uint8_t *copies; /* of each row: its block is being read from the node's memory */
+	char *heads;	 /* of the blocks of puts, each with metadata before it */
+	size_t head_bytes; /* of each, with its metadata; 0: there are none */
 	struct tk_row rows[];
 };
 
-int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, struct tk_group **out)
+int group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, size_t head_bytes,
+	       struct tk_group **out)
 {
-	struct tk_group *group = calloc(1, sizeof *group + count * (sizeof(struct tk_row) + sizeof *group->copies));
+	struct tk_group *group;
+	group = calloc(1, sizeof *group + count * (sizeof *group->rows + head_bytes + sizeof *group->copies));
 	if (!group)
 		return -ENOMEM;
-	group->copies = (uint8_t *)(group->rows + count);
+	group->heads = (char *)(group->rows + count);
+	group->head_bytes = head_bytes;
+	group->copies = (uint8_t *)group->heads + count * head_bytes;
 	pthread_mutex_init(&group->lock, NULL);
 	init_condition(&group->changed);
 	turn_use(group->turn = fabric->turn);
@@ -50,6 +56,18 @@ int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int aw
 	group->wanted_prefix = UINT32_MAX;
 	*out = group;
 	return 0;
+}
+
+int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, struct tk_group **out)
+{
+	return group_open(fabric, tag, count, awaited, 0, out);
+}
+
+struct tk_put_head *group_head(struct tk_group *group, uint32_t row)
+{
+	if (!group->head_bytes || row >= group->count)
+		return NULL;
+	return (struct tk_put_head *)(group->heads + (row + 1) * group->head_bytes) - 1;
 }
 
 int tk_group_read(struct tk_group *group, uint32_t first, uint32_t count, struct tk_row *out)

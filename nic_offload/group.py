@@ -10,7 +10,7 @@ What always holds: a row completes once, and doesn't change after that.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
@@ -50,8 +50,24 @@ class Group:
         if code:
             raise FabricError.from_code("Opening a group", code)
         self._handle: Any = ffi.gc(out[0], lib.tk_group_close)
-        self.pointer = int(ffi.cast("uintptr_t", self._handle))
         self._count = count
+
+    @classmethod
+    def owning(cls, handle: Any, count: int) -> Self:
+        """One that C has opened, with this many rows."""
+        group = cls.__new__(cls)
+        group._handle, group._count = ffi.gc(handle, lib.tk_group_close), count  # noqa: SLF001 - of this class
+        return group
+
+    @property
+    def handle(self) -> Any:
+        """The C object."""
+        return self._handle
+
+    @property
+    def pointer(self) -> int:
+        """Its address."""
+        return int(ffi.cast("uintptr_t", self._handle))
 
     def row(self, number: int) -> Row:
         """The current state of a row."""
@@ -65,6 +81,12 @@ class Group:
         out = ffi.new("struct tk_row[]", count)
         lib.tk_group_read(self._handle, 0, count, out)
         return map(Row._make, _ROW.iter_unpack(ffi.buffer(out)))
+
+    def unnamed_rows(self) -> Iterator[tuple[int, int, int, int, int]]:
+        """The current state of all rows as plain tuples, in the order of `Row`."""
+        out = ffi.new("struct tk_row[]", self._count)
+        lib.tk_group_read(self._handle, 0, self._count, out)
+        return _ROW.iter_unpack(ffi.buffer(out))
 
     def codes(self, count: int) -> list[int]:
         """The code of the last word for each of the first `count`; 0: none."""

@@ -128,6 +128,33 @@ struct tk_put_head {
 	uint64_t tag; /* on a sealed connection, of the metadata and all fields before it; otherwise 0. Set by the sender */
 };
 
+/* A batch of puts by grants, followed by a row for each of its blocks. They are told apart by tag + 2 * number. */
+struct tk_puts {
+	uint64_t tag;
+	struct tk_sender *sender;
+	struct tk_counter *trigger; /* NULL: they wait for `word`, or for nothing */
+	void *word;
+	struct tk_bell *bell; /* of the word, with its pipe; NULL: it has none */
+	uint64_t deadline_ns;
+	uint64_t expires_unix_ms;
+	int32_t pipe_fd;
+	uint32_t count;
+	uint32_t first_bytes, other_bytes; /* of metadata: of the first block, and of each other; multiples of 8 */
+	uint32_t durability;
+	uint32_t zero;
+	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
+};
+struct tk_put_row {
+	struct tk_region *region; /* where the bytes are, or where `pieces` are gathered */
+	uint64_t local;
+	uint64_t threshold;
+	struct tk_pieces *pieces;
+	uint32_t length;
+	uint32_t is_named; /* 0: it is sent only once it has been named */
+	uint8_t key[TK_KEY_BYTES];
+	uint8_t domain[TK_DOMAIN_BYTES];
+};
+
 struct tk_landing {
 	uint64_t tag;
 	struct tk_endpoint *endpoint;

@@ -46,6 +46,8 @@ void activate(struct tk_fabric *fabric, struct tk_counter *counter);
 void fire(struct tk_fabric *fabric, struct work *work, uint64_t now_ns);
 uint64_t counter_value(struct tk_counter *counter);
 void counter_move(struct tk_counter *counter, uint64_t step, int set);
+int counter_over_word(struct tk_fabric *fabric, void *word, struct tk_bell *bell, int pipe_fd, struct tk_counter **out);
+void counter_put_down(struct tk_counter *counter); /* these two: any thread */
 void counter_fail(struct tk_fabric *fabric, struct tk_counter *counter, int status);
 int poll_counters(struct tk_fabric *fabric);
 void free_closed_counters(struct tk_fabric *fabric);
@@ -84,6 +86,9 @@ struct work *enqueue_operation(struct tk_fabric *fabric, const struct tk_operati
 struct work *enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch);
 
 /* group.c: what callers wait for; any thread for the first two */
+int group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, size_t head_bytes,
+	       struct tk_group **out);
+struct tk_put_head *group_head(struct tk_group *group, uint32_t row); /* NULL: it has none */
 void group_use(struct tk_group *group);
 void group_let_go(struct tk_group *group);
 void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns);
@@ -183,6 +188,7 @@ void sender_acked(struct work *watch, int is_final);
 struct queue *sender_queue(const struct work *work); /* where it waits for a slot */
 int poll_senders(struct tk_fabric *fabric);
 
+const struct tk_sender_setup *sender_setup(const struct tk_sender *sender);
 uint32_t sender_gathers(const struct tk_sender *sender, const struct tk_region *region); /* bytes of a put that it can gather in this region */
 
 /* caller.c: calls, the client's side */

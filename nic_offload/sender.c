@@ -47,6 +47,11 @@ struct tk_sender {
 	uint64_t gather, gather_slot_bytes;
 };
 
+const struct tk_sender_setup *sender_setup(const struct tk_sender *sender)
+{
+	return &sender->setup;
+}
+
 static void free_sender(struct tk_sender *sender)
 {
 	free(sender->generations);

@@ -6,44 +6,43 @@ before or after. Each payload is preceded by a description of the block: key, la
 acknowledge, and the checksum of the bytes as they were when they were sent.
 
 What always holds: a put fires once, and its row of the group completes with the node's last word, or with an event
-that says why there will be none. The description of a block is read when its put fires, and must not move until then:
-the owner of the puts keeps it in a `Heads`.
+that says why there will be none. A batch is armed in one call of C (`puts.c`), whatever its size.
 """
 
 from __future__ import annotations
 
 import struct
-from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
+from nic_offload.flags import FlagWord
+from nic_offload.group import Group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nic_offload.counter import Counter
     from nic_offload.fabric import Endpoint, Fabric, Region
-    from nic_offload.group import Group
     from nic_offload.pieces import Pieces
 
 __all__ = [
     "HEAD_PAGE_BYTES",
     "METADATA_BYTES_MAX",
     "Area",
-    "GrantedPut",
-    "Heads",
     "Sender",
     "SharedArea",
-    "send",
+    "name_put",
+    "put",
+    "put_row",
 ]
 
 HEAD_PAGE_BYTES = int(lib.TK_HEAD_PAGE)  # of each slot, before its payload
-_HEAD = struct.Struct("=IIQQQIIIBB2x32s16s16s16x")
-assert _HEAD.size == ffi.sizeof("struct tk_put_head")
-METADATA_BYTES_MAX = HEAD_PAGE_BYTES - _HEAD.size
-_OPERATION = struct.Struct("=19Q6I")
-assert _OPERATION.size == ffi.sizeof("struct tk_operation")
+METADATA_BYTES_MAX = HEAD_PAGE_BYTES - int(ffi.sizeof("struct tk_put_head"))
+_PUTS = struct.Struct("=7QiIIIIxxxx16s")
+assert _PUTS.size == ffi.sizeof("struct tk_puts")
+_ROW = struct.Struct("=4QII32s16s")
+assert _ROW.size == ffi.sizeof("struct tk_put_row")
 
 
 class Area(NamedTuple):
@@ -66,78 +65,30 @@ class SharedArea(NamedTuple):
     doorbell: int
 
 
-class Heads:
-    """Descriptions of blocks, in memory that doesn't move."""
+def put_row(
+    region: Region,
+    address: int,
+    length: int,
+    threshold: int,
+    key: bytes,
+    domain: bytes = b"",
+    pieces: Pieces | None = None,
+) -> bytes:
+    """A block of a batch of puts: its bytes are at an address inside a registered region, or in `pieces`.
 
-    def __init__(
-        self,
-        keys: Sequence[bytes],
-        fingerprint: bytes,
-        durability: int,
-        expires_unix_ms: int = 0,
-        metadata: tuple[bytes, bytes] = (b"", b""),
-        domains: Sequence[bytes] = (),
-    ) -> None:
-        """A block without a key is named later. `metadata`: of the first block, and of each of the others.
-
-        `domains`: for each block the domain whose key encrypts it; empty: none is named.
-        """
-        first, others = [one + bytes(-len(one) % 8) for one in metadata]
-        size, pack = max(len(first), len(others)), _HEAD.pack
-        if size > METADATA_BYTES_MAX:
-            raise ValueError(f"A put has room for {METADATA_BYTES_MAX} bytes of metadata, not {size}.")
-        self._stride = size + _HEAD.size
-        self._memory: Any = ffi.new("char[]", self._stride * len(keys))
-        ffi.buffer(self._memory)[:] = b"".join(
-            [
-                (bytes(size - len(said)) + said if size else b"")
-                + pack(
-                    0,
-                    len(said),
-                    0,
-                    0,
-                    expires_unix_ms,
-                    0,
-                    0,
-                    0,
-                    0,
-                    durability if key else 0,
-                    key,
-                    fingerprint,
-                    domain,
-                )
-                for key, said, domain in zip(
-                    keys, chain((first,), repeat(others)), domains or repeat(b""), strict=False
-                )
-            ]
-        )
-        self._first = int(ffi.cast("uintptr_t", self._memory)) + size
-
-    def address(self, number: int) -> int:
-        """The address of the head with this number."""
-        return self._first + number * self._stride
-
-    def name(self, number: int, key: bytes, durability: int) -> None:
-        """Name a block late, whose durability was 0: until then it can't be sent."""
-        head = ffi.cast("struct tk_put_head *", self.address(number))
-        ffi.memmove(head.key, key, len(key))
-        head.durability = durability
-
-
-class GrantedPut(NamedTuple):
-    """Put a piece of a registered region. Without a `trigger` it fires at once."""
-
-    tag: int  # the watch for its acknowledgements has the next one
-    region: Region
-    source: int  # an address inside the region
-    length: int
-    head: int  # an address in `Heads`
-    trigger: Counter | None
-    threshold: int
-    deadline_ns: int  # CLOCK_MONOTONIC; 0: none
-    group: Group
-    row: int
-    pieces: Pieces | None = None  # the bytes; `region` is then where the sender gathers them
+    A block without a key is named later (`name_put`), and not sent before. Its domain's key encrypts it; empty: none is
+    named. The sender gathers pieces in `region`.
+    """
+    return _ROW.pack(
+        region.pointer,
+        address,
+        threshold,
+        0 if pieces is None else pieces.pointer,
+        length,
+        key != b"",
+        key,
+        domain,
+    )
 
 
 class Sender:
@@ -215,41 +166,58 @@ class Sender:
             self.pointer = 0
 
 
-def send(fabric: Fabric, sender: Sender, puts: Sequence[GrantedPut]) -> None:
-    """Arm the puts, all or none."""
-    endpoint, peer, pointer = sender.endpoint.pointer, sender.peer, sender.pointer
-    flags, pack = lib.TK_FLAG_PUT | lib.TK_ACKED_PUT, _OPERATION.pack
-    packed = [
-        pack(
-            put.tag,
-            endpoint,
-            peer,
-            put.source,
-            0,
-            0,
-            0,
-            0,
-            0,
-            0 if put.trigger is None else put.trigger.pointer,
-            put.threshold,
-            0,
-            0,
-            put.deadline_ns,
-            put.region.pointer,
-            put.group.pointer,
-            pointer,
-            put.head,
-            0 if put.pieces is None else put.pieces.pointer,
-            put.length,
-            0,
-            flags,
-            put.row,
-            0,
-            0,
-        )
-        for put in puts
-    ]
-    rows = ffi.from_buffer("struct tk_operation[]", b"".join(packed))
-    code = lib.tk_arm(fabric.handle, rows, len(puts))
+def put(
+    fabric: Fabric,
+    sender: Sender,
+    tag: int,
+    rows: Sequence[bytes],
+    trigger: FlagWord | Counter | None,
+    fingerprint: bytes,
+    durability: int,
+    *,
+    expires_unix_ms: int = 0,
+    deadline_ns: int = 0,
+    metadata: tuple[bytes, bytes] = (b"", b""),
+) -> Group:
+    """Arm puts, all or none; without a `trigger` they fire at once. Each is a `put_row`; their tags are 2 apart.
+
+    `deadline_ns`: of CLOCK_MONOTONIC, 0: none. `metadata`: of the first block, and of each of the others.
+    """
+    counter, word, bell, pipe_fd = 0, 0, 0, -1
+    if isinstance(trigger, FlagWord):
+        word, bell, pipe_fd = trigger.place
+        fabric.keep_word(trigger)
+    elif trigger is not None:
+        counter = trigger.pointer
+    first, other = metadata
+    if first or other:
+        first, other = first + bytes(-len(first) % 8), other + bytes(-len(other) % 8)
+    if max(len(first), len(other)) > METADATA_BYTES_MAX:
+        raise ValueError(f"A put has room for {METADATA_BYTES_MAX} bytes of metadata.")
+    head = _PUTS.pack(
+        tag,
+        sender.pointer,
+        counter,
+        word,
+        bell,
+        deadline_ns,
+        expires_unix_ms,
+        pipe_fd,
+        len(rows),
+        len(first),
+        len(other),
+        durability,
+        fingerprint,
+    )
+    out = ffi.new("struct tk_group **")
+    code = lib.tk_put(fabric.handle, head + b"".join(rows), first + other, out)
     if code:
-        raise FabricError.from_code(f"Arming {len(puts)} puts", code)
+        raise FabricError.from_code(f"Arming {len(rows)} puts", code)
+    return Group.owning(out[0], len(rows))
+
+
+def name_put(group: Group, row: int, key: bytes, durability: int) -> None:
+    """Name a block that was armed without a key."""
+    code = lib.tk_put_name(group.handle, row, key, durability)
+    if code:
+        raise FabricError.from_code("Naming a put", code)

@@ -32,7 +32,13 @@ _LINE_MAX = 100
 # Called from inside the package, across modules.
 _INSIDE = {
     *("Arrivals.dropped", "Arrivals.forgotten", "Arrivals.stored"),
-    *("ClusterBlock.copied", "RegisteredMemory.copied", "FlagWord.bell", "Layout.first_head", "Layout.heads"),
+    *(
+        "ClusterBlock.copied",
+        "RegisteredMemory.copied",
+        "FlagWord.place",
+        "Layout.first_head",
+        "Layout.heads",
+    ),
     *("Nodes.placed_as", "Session.manifest", "Session.resume_span"),
     *("Region.detach", "Region.hold", "Region.is_idle", "Region.let_go", "Region.through"),
     *("Reach.bearer", "Reach.credentials", "Reach.given", "Reach.settings", "Reach.split_from", "Reach.told"),

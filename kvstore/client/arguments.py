@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import inspect
 import io
-from functools import wraps
+from functools import partial, wraps
 from operator import index
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
 
 from kvstore.client.checks import (
     check_buffer,
@@ -167,38 +167,36 @@ CHECKED: Final = frozenset(_CHECKS)
 UNCHECKED: Final = {"Data", "Iterable[tuple[bytes, Data]]", "Sequence[int]", "Sequence[tuple[bytes, int]]"}
 
 
-class _Rule(NamedTuple):
-    name: str
-    check: Callable[[str, Any], Any]
-    may_be_none: bool
+def _rule(name: str, check: Callable[[str, Any], Any], *, may_be_none: bool) -> Callable[[Any], Any]:
+    if not may_be_none:
+        return partial(check, name)
+    return lambda value: None if value is None else check(name, value)
 
 
-def _rules(method: Callable[..., Any]) -> list[_Rule | None]:
-    """One for each parameter after `self`; None if it is not checked here."""
-    rules: list[_Rule | None] = []
+def _rules(method: Callable[..., Any]) -> dict[str, Callable[[Any], Any] | None]:
+    """By the names of the parameters after `self`; None if one is not checked here."""
+    rules: dict[str, Callable[[Any], Any] | None] = {}
     for one in list(inspect.signature(method).parameters.values())[1:]:
         kind = str(one.annotation).removesuffix(" | None")
         check = _CHECKS.get(kind)
-        rules.append(None if check is None else _Rule(one.name, check, kind != one.annotation))
+        rules[one.name] = check and _rule(one.name, check, may_be_none=kind != one.annotation)
     return rules
-
-
-def _checked(rule: _Rule | None, value: Any) -> Any:
-    if rule is None or (value is None and rule.may_be_none):
-        return value
-    return rule.check(rule.name, value)
 
 
 def checked(method: Callable[P, R]) -> Callable[P, R]:
     """Check the arguments of one method."""
-    rules, call_of = _rules(method), cast("Callable[..., Any]", method)
-    by_name = {rule.name: rule for rule in rules if rule is not None}
+    by_name, call_of = _rules(method), cast("Callable[..., Any]", method)
+    rules = list(by_name.values())
 
     @wraps(method)
     def call(self: Any, /, *arguments: Any, **named: Any) -> Any:
-        given = [_checked(rule, value) for rule, value in zip(rules, arguments, strict=False)]
+        given = [
+            value if rule is None else rule(value) for rule, value in zip(rules, arguments, strict=False)
+        ]
         for name, value in named.items():
-            named[name] = _checked(by_name.get(name), value)
+            rule = by_name.get(name)
+            if rule is not None:
+                named[name] = rule(value)
         return call_of(self, *given, *arguments[len(given) :], **named)
 
     return cast("Callable[P, R]", call)

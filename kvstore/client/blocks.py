@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.config import show_size
 from kvstore.errors import InvalidArgument, KeyTaken, NotRegistered
-from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES
+from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES, THRESHOLD_MAX
 from kvstore.names import UNSAID, check_domain_name, is_in_domain, layout_fingerprint
 from nic_offload.errors import shown
 from nic_offload.pieces import Pieces
@@ -103,6 +103,10 @@ class Block:
             _check_numbers(self.offset, self.length, self.threshold)
         if self.domain != UNSAID:
             check_domain_name(self.domain)
+        if not 0 <= self.threshold <= THRESHOLD_MAX:
+            raise InvalidArgument(
+                f"A block's threshold is 0 to {THRESHOLD_MAX}, not {shown(self.threshold)}."
+            )
         if not BLOCK_BYTES_MIN <= self.length <= BLOCK_BYTES_MAX:
             raise InvalidArgument(
                 f"A block has 1 byte to {show_size(BLOCK_BYTES_MAX)}, not {shown(self.length)} bytes."
@@ -116,13 +120,7 @@ class Block:
                     f"A block of {shown(self.length)} bytes has pieces of {self.pieces.length} bytes in total."
                 )
         elif not 0 <= self.offset <= getattr(self.region, "length", 0) - self.length:
-            if not hasattr(self.region, "length"):
-                kind = type(self.region).__name__
-                raise NotRegistered(f"A block's region is what `Client.register` returns, not a {kind}.")
-            raise InvalidArgument(
-                f"Bytes {shown(self.offset)} to {shown(self.offset + self.length)} are not in the registered region,"
-                f" which has {shown(self.region.length)}."
-            )
+            _refuse_place(self.region, self.offset, self.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +194,16 @@ def _refuse_key(key: object) -> None:
     if not isinstance(key, bytes):
         raise InvalidArgument(f"A block's key is {KEY_BYTES} bytes, not {type(key).__name__}.")
     raise InvalidArgument(f"A block's key has {KEY_BYTES} bytes, not {len(key)}.")
+
+
+def _refuse_place(region: object, offset: int, length: int) -> None:
+    if not hasattr(region, "length"):
+        kind = type(region).__name__
+        raise NotRegistered(f"A block's region is what `Client.register` returns, not a {kind}.")
+    raise InvalidArgument(
+        f"Bytes {shown(offset)} to {shown(offset + length)} are not in the registered region,"
+        f" which has {shown(region.length)}."
+    )
 
 
 def _check_numbers(*numbers: int) -> None:

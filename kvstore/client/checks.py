@@ -59,7 +59,6 @@ __all__ = [
 ]
 
 _key, _length, _domain = attrgetter("key"), attrgetter("length"), attrgetter("domain")
-_threshold = attrgetter("threshold")
 _LENGTH = "A block's length"
 
 
@@ -262,8 +261,6 @@ def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_
         raise InvalidArgument(
             f"The client was opened for blocks of up to {bytes_max} bytes, and one has {largest}."
         )
-    for one in min(blocks, key=_threshold), max(blocks, key=_threshold):
-        check_number("A block's threshold", one.threshold, 64)
     _check_whole(blocks)
     _check_domains(blocks)
 

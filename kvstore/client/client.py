@@ -270,8 +270,8 @@ class Client(Handle):
         ...     [result.durability.name for result in puts.wait(timeout_s=10)]
         ['WRITTEN']
         """
-        arm = partial(self._transport.arm, durability=durability, lease_ms=lease_ms, watch=current_watch())
-        return arm(blocks, flag, expires_unix_ms=expires_unix_ms, attach_s=timeout_s)
+        watch = current_watch()
+        return self._transport.arm(blocks, flag, durability, lease_ms, expires_unix_ms, watch, timeout_s)
 
     def reserve(
         self,

@@ -24,7 +24,7 @@ from kvstore.client.checks import (
 )
 from kvstore.client.gets import Get, NoGet
 from kvstore.client.link import ARMED_BLOCKS_MAX
-from kvstore.client.puts import ArmedPuts
+from kvstore.client.puts import ArmedPuts, Said
 from kvstore.client.request_ids import current_request
 from kvstore.client.reserved import Reservation, lease_deadline_ns
 from kvstore.client.windows import get_in_windows, needs_windows
@@ -41,7 +41,6 @@ from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, UNSAID
 from kvstore.reach import GRPC
-from nic_offload.sender import Heads
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +96,6 @@ class FabricTransport:
         self,
         blocks: Sequence[Block],
         flag: FlagWord | Counter | None,
-        *,
         durability: Durability,
         lease_ms: int,
         expires_unix_ms: int,
@@ -120,12 +118,10 @@ class FabricTransport:
                 blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
             ).arm(flag)
         span = None if core.spans is None else core.spans.put(blocks, durability)
-        said = core.asking.said_of_puts(watch, span)
+        said = Said(core.fingerprint, expires_unix_ms, core.asking.said_of_puts(watch, span))
         deadline_ns = time.monotonic_ns() + lease_ms * 1_000_000
         try:
-            keys, domains = [one.key for one in blocks], [one.domain for one in blocks]
-            heads = Heads(keys, core.fingerprint, durability, expires_unix_ms, said, domains)
-            return ArmedPuts(core, link, blocks, durability, flag, deadline_ns, watch, span, heads)
+            return ArmedPuts(core, link, blocks, durability, flag, deadline_ns, watch, span, said)
         except KvError as error:
             if span is not None:
                 span.failed(error)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, cast
 
 from kvstore.client.blocks import PutResult, hold_regions
 from kvstore.client.grpc_gets import Again
-from kvstore.client.link import Callbacks
 from kvstore.client.puts import ArmedPuts
 from kvstore.clock import SystemClock
 from kvstore.errors import Closed, DeadlineExceeded, KvError, NodeUnavailable, Overloaded, UsageError
 from kvstore.limits import ACK_GRACE_MS
 from nic_offload.fabric import EventKind
+from nic_offload.group import Group
 from nic_offload.trigger import CounterMove, arm
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvstore.client.core import Core
     from kvstore.client.grpc_blocks import InlineCalls
     from kvstore.client.link import Link
+    from kvstore.client.puts import Said
     from kvstore.client.transfer_watch import Watch
     from kvstore.durability import Durability
     from nic_offload.counter import Counter
@@ -72,11 +73,13 @@ class GrpcPuts(ArmedPuts):
             self._held.close()
             raise
 
-    def _start(self, flag: FlagWord | Counter | None, deadline_ns: int) -> None:
+    def _start(self, flag: FlagWord | Counter | None, deadline_ns: int, said: Said | None) -> None:
+        assert said is None, "each call tells the node"
         fabric = self._client.fabric
+        self._group = Group(fabric, self._tag, len(self._blocks))
         trigger = self._counter_of(flag)
         self._moved = fabric.open_counter(None)  # reported by each block that fires; unused
-        self._link.operations[self._tag] = Callbacks(self._event, self._lost)
+        self._armed()
         try:
             arm(
                 fabric,
@@ -98,6 +101,9 @@ class GrpcPuts(ArmedPuts):
             del self._link.operations[self._tag]
             self._let_go()
             raise
+
+    def _named(self, number: int, key: bytes) -> None:
+        """Nobody needs it before the block is sent."""
 
     def _now(self, late: KvError | None = None) -> list[PutResult]:
         return [

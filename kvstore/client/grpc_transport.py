@@ -66,7 +66,6 @@ class GrpcTransport:
         self,
         blocks: Sequence[Block],
         flag: FlagWord | Counter | None,
-        *,
         durability: Durability,
         lease_ms: int,
         expires_unix_ms: int,

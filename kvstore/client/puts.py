@@ -32,9 +32,8 @@ from kvstore.limits import KEY_BYTES
 from kvstore.wire.ack import error_of_code
 from nic_offload.fabric import EventKind
 from nic_offload.flags import FlagWord
-from nic_offload.group import Group
 from nic_offload.made_by import made_by
-from nic_offload.sender import GrantedPut, Heads, send
+from nic_offload.sender import name_put, put, put_row
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -45,9 +44,9 @@ if TYPE_CHECKING:
     from kvstore.client.transfer_watch import Watch
     from nic_offload.counter import Counter
     from nic_offload.fabric import Event
-    from nic_offload.group import Row
+    from nic_offload.group import Group, Row
 
-__all__ = ["ArmedPuts", "FailedPut"]
+__all__ = ["ArmedPuts", "FailedPut", "Said"]
 
 _CODE_BITS = 8
 _CODE_MASK = (1 << _CODE_BITS) - 1
@@ -60,6 +59,14 @@ class FailedPut(NamedTuple):
     error: KvError
     has_fired: bool
     was_withdrawn: bool  # it was never sent, and never will be
+
+
+class Said(NamedTuple):
+    """What the node is told with each block of a batch."""
+
+    fingerprint: bytes
+    expires_unix_ms: int
+    metadata: tuple[bytes, bytes]  # with the first block, and with each of the others
 
 
 @made_by("`Client.arm`")
@@ -92,62 +99,61 @@ class ArmedPuts:
         deadline_ns: int,
         watch: Watch | None = None,
         span: PutSpan | None = None,
-        heads: Heads | None = None,
+        said: Said | None = None,
     ) -> None:
-        """`heads` describe the blocks, complete by the time they fire; without a `flag` they fire at once."""
+        """Arm them; without a `flag` they fire at once."""
         self._client = client
         self._told = watch
         self._span = span
         self._link = link
         self._blocks = blocks
         self._durability = durability
-        self._heads = heads
         self._keys: dict[int, bytes] = {i: b"" for i, one in enumerate(blocks) if not one.key}  # named later
         self._failures: dict[int, KvError] = {}  # failed by code; they end once the node gave the reason
         self._errors: dict[int, KvError] = {}  # of puts that have ended with one
         self._withdrawn: set[int] = set()  # those of them that were cancelled before they were sent
         self._results: list[PutResult] | None = None
         self._counter: Counter | None = None
+        self._group: Group
         with client.lock:
             if link.error is not None:
                 raise link.error
             self._tag = client.next_tags()
-            self._group = Group(client.fabric, self._tag, len(blocks))
-            self._start(flag, deadline_ns)
+            self._start(flag, deadline_ns, said)
         if watch is not None:
             watch.armed(blocks, self)
 
-    def _start(self, flag: FlagWord | Counter | None, deadline_ns: int) -> None:
-        sender, heads = self._link.sender, self._heads
-        assert sender is not None, "a link without one has its puts reserved"
-        assert heads is not None
-        trigger = self._counter_of(flag)
-        tag, group = self._tag, self._group
-        try:
-            send(
-                self._client.fabric,
-                sender,
-                [
-                    GrantedPut(
-                        tag + 2 * i,
-                        block.region if block.pieces is None else self._link.gather_region(),
-                        block.region.address + block.offset,
-                        block.length,
-                        heads.address(i),
-                        trigger,
-                        block.threshold,
-                        deadline_ns,
-                        group,
-                        i,
-                        block.pieces,
-                    )
-                    for i, block in enumerate(self._blocks)
-                ],
-            )
-        except KvError:
-            if self._counter is not None:
-                self._counter.close()
-            raise
+    def _start(self, flag: FlagWord | Counter | None, deadline_ns: int, said: Said | None) -> None:
+        """Make the group, and arm the puts."""
+        link = self._link
+        assert link.sender is not None, "a link without one has its puts reserved"
+        assert said is not None
+        self._group = put(
+            self._client.fabric,
+            link.sender,
+            self._tag,
+            [
+                put_row(
+                    block.region if block.pieces is None else link.gather_region(),
+                    block.region.address + block.offset,
+                    block.length,
+                    block.threshold,
+                    block.key,
+                    block.domain,
+                    block.pieces,
+                )
+                for block in self._blocks
+            ],
+            flag,
+            said.fingerprint,
+            self._durability,
+            expires_unix_ms=said.expires_unix_ms,
+            deadline_ns=deadline_ns,
+            metadata=said.metadata,
+        )
+        self._armed()
+
+    def _armed(self) -> None:
         self._link.operations[self._tag] = Callbacks(self._event, self._lost)
         if self._span is not None:
             self._span.armed()
@@ -242,7 +248,6 @@ class ArmedPuts:
 
     def _let_go(self) -> None:
         """All puts have ended."""
-        self._heads = None
         if self._counter is not None:
             self._counter.close()
 
@@ -253,13 +258,13 @@ class ArmedPuts:
         return False
 
     def _now(self, late: KvError | None = None) -> list[PutResult]:
-        rows = self._group.rows()
         if late is None and not self._errors and not self._keys and not self._has_stored:
+            rows = self._group.unnamed_rows()
             return [
                 PutResult(block.key, _REACHED[code], None, False, fired_ns, landed_ns, over_ns)
                 for block, (fired_ns, landed_ns, over_ns, code, _) in zip(self._blocks, rows, strict=True)
             ]
-        return [self._result(i, row, late) for i, row in enumerate(rows)]
+        return [self._result(i, row, late) for i, row in enumerate(self._group.rows())]
 
     def _result(self, i: int, row: Row, late: KvError | None) -> PutResult:
         key = self._key(i)
@@ -292,8 +297,10 @@ class ArmedPuts:
         check_domain(key, self._blocks[number].domain)
         with self._client.lock:
             self._keys[number] = key
-            if self._heads is not None:
-                self._heads.name(number, key, self._durability)
+            self._named(number, key)
+
+    def _named(self, number: int, key: bytes) -> None:
+        name_put(self._group, number, key, self._durability)
 
     def progress(self) -> tuple[int, int, int]:
         """How many blocks have fired, have landed, and have ended.

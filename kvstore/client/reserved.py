@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from kvstore.client.arguments import checks_arguments
 from kvstore.client.lease_returns import GivingBack
-from kvstore.client.link import Callbacks
 from kvstore.client.puts import ArmedPuts
 from kvstore.durability import Durability
 from kvstore.errors import FabricError, InvalidArgument, KvError, LeaseExpired
 from kvstore.limits import ACK_GRACE_MS, LEASE_MARGIN_MS
+from nic_offload.group import Group
 from nic_offload.made_by import made_by
 from nic_offload.trigger import AckWatch, TriggeredPut, arm, watch_acks
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block
     from kvstore.client.link import Host, Link
+    from kvstore.client.puts import Said
     from kvstore.client.slabs import Slab
     from kvstore.client.spans import PutSpan
     from kvstore.client.transfer_watch import Watch
@@ -146,8 +147,10 @@ class _LeasedPuts(ArmedPuts):
         self._kept_words: set[int] = set()  # numbers of puts whose words are given back with their leases
         super().__init__(client, link, blocks, durability, flag, deadline_ns, watch, span)
 
-    def _start(self, flag: FlagWord | Counter | None, deadline_ns: int) -> None:
-        link, client = self._link, self._client
+    def _start(self, flag: FlagWord | Counter | None, deadline_ns: int, said: Said | None) -> None:
+        assert said is None, "the reservation told the node"
+        client = self._client
+        self._group = Group(client.fabric, self._tag, len(self._blocks))
         sent = []
         for i, lease in enumerate(self._leases):
             if lease.already_stored:
@@ -161,13 +164,11 @@ class _LeasedPuts(ArmedPuts):
             self._take_slab(sent)
             watch_acks(client.fabric, [self._watch(i, deadline_ns) for i in sent])
             trigger = self._counter_of(flag)
-            arm(client.fabric, [self._armed(i, trigger, deadline_ns) for i in sent])
+            arm(client.fabric, [self._put(i, trigger, deadline_ns) for i in sent])
         except KvError:
             self._undo(sent)
             raise
-        link.operations[self._tag] = Callbacks(self._event, self._lost)
-        if self._span is not None:
-            self._span.armed()
+        self._armed()
 
     def _take_slab(self, sent: Sequence[int]) -> None:
         """Memory for blocks of pieces, each gathered when it fires."""
@@ -208,7 +209,7 @@ class _LeasedPuts(ArmedPuts):
             row=i,
         )
 
-    def _armed(self, i: int, flag: Counter | None, deadline_ns: int) -> TriggeredPut:
+    def _put(self, i: int, flag: Counter | None, deadline_ns: int) -> TriggeredPut:
         block, lease = self._blocks[i], self._leases[i]
         region, source = block.region, block.region.address + block.offset
         if block.pieces is not None:

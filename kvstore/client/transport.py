@@ -41,7 +41,6 @@ class Transport(Protocol):
         self,
         blocks: Sequence[Block],
         flag: FlagWord | Counter | None,
-        *,
         durability: Durability,
         lease_ms: int,
         expires_unix_ms: int,

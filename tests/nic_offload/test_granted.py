@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nic_offload.checksum import crc32c
+from nic_offload.errors import FabricError
 from nic_offload.group import Group
 from nic_offload.receiver import Receiver, Room, packed_rooms
-from nic_offload.sender import METADATA_BYTES_MAX, Area, GrantedPut, Heads, Sender, send
+from nic_offload.sender import METADATA_BYTES_MAX, Area, Sender, name_put, put, put_row
 from nic_offload.shelf import Shelf, Shelved
 from nic_offload.trigger import TriggeredNotify, arm
 from tests.nic_offload.rig import PAGE, WAIT_S, Pair, after_ms, wait_until
@@ -90,7 +91,6 @@ class GrantRig:
         self.lanes: list[Callable[[], list[Came]]] = []  # each returns what a lane has that is new
         self._rooms = 0
         self._tags = itertools.count(1 << 20, 1 << 10)
-        self._heads: list[Heads] = []
         pair.near.fill(DATA, os.urandom(MIB))
 
     def feed(self, count: int, pages: int = 1 + LENGTH_MAX // PAGE) -> None:
@@ -115,33 +115,29 @@ class GrantRig:
     ) -> tuple[int, Group]:
         """Put pieces of our data, each from an offset of its own; with a threshold when word 100 reaches it."""
         near, tag = self.pair.near, next(self._tags)
-        group = Group(near.fabric, tag, len(numbers))
-        heads = Heads(
-            [key_of(one) for one in numbers],
-            FINGERPRINT,
-            durability,
-            expires_unix_ms,
-            (metadata, b""),
-            domains,
-        )
-        self._heads.append(heads)
-        trigger = near.counter(near.word(100)) if threshold else None
-        puts = [
-            GrantedPut(
-                tag + 2 * i,
+        rows = [
+            put_row(
                 near.region,
                 near.region.address + DATA + number * 64,
                 length,
-                heads.address(i),
-                trigger,
                 threshold,
-                deadline_ns,
-                group,
-                i,
+                key_of(number),
+                domains[i] if domains else b"",
             )
             for i, number in enumerate(numbers)
         ]
-        send(near.fabric, self.sender, puts)
+        group = put(
+            near.fabric,
+            self.sender,
+            tag,
+            rows,
+            near.counter(near.word(100)) if threshold else None,
+            FINGERPRINT,
+            durability,
+            expires_unix_ms=expires_unix_ms,
+            deadline_ns=deadline_ns,
+            metadata=(metadata, b""),
+        )
         return tag, group
 
     def data(self, number: int, length: int) -> bytes:
@@ -488,7 +484,11 @@ def test_a_name_that_fires_before_it_is_known_is_not_sent(net: GrantRig) -> None
     assert near.final(tag).status == -errno.EINVAL
     group.end(0)
     tag, group = net.put([0], durability=0, threshold=5)
-    net._heads[-1].name(0, key_of(42), LANDED)
+    name_put(group, 0, key_of(42), LANDED)
+    with pytest.raises(FabricError):
+        name_put(group, 1, key_of(43), LANDED)
+    with pytest.raises(FabricError):
+        name_put(Group(near.fabric, 1 << 40, 1), 0, key_of(43), LANDED)
     near.word(100).store(5)
     assert net.codes(group, 1) == [LANDED]
     net.wait_came(1)

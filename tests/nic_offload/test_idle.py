@@ -7,9 +7,10 @@ import select
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from nic_offload._core import ffi
 
 from nic_offload.errors import KvError
 from nic_offload.fabric import EventKind, Fabric
@@ -19,6 +20,8 @@ from tests.nic_offload.rig import Pair, Side, Way, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from nic_offload.flags import FlagWord
 
 
 STREAMS = ("net", "tcp;ofi_rxm")
@@ -40,6 +43,10 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         both.there.fence()
         both.back.fence()
         yield both
+
+
+def bell_of(word: FlagWord) -> Any:
+    return ffi.cast("struct tk_bell *", word.place[1])
 
 
 def falls_asleep(fabric: Fabric, naps: int = 3) -> None:
@@ -115,12 +122,12 @@ def test_a_store_of_another_process_rings(pair: Pair) -> None:
             assert pair.near.final(value).kind == EventKind.DONE
         storer.stdin.close()
         assert storer.wait(20) == 0
-    wait_until(lambda: flags[0].bell[0].sleepers == 0, "nobody waits for the words")
+    wait_until(lambda: bell_of(flags[0]).sleepers == 0, "nobody waits for the words")
 
 
 def test_a_sleeper_is_counted_only_while_words_are_awaited() -> None:
     with Pair("net") as pair:
-        bell, pipe_fd = pair.flags[0].bell
+        bell, pipe_fd = bell_of(pair.flags[0]), pair.flags[0].place[2]
         pair.there.fence()
         falls_asleep(pair.near.fabric)
         assert bell.sleepers == 0
@@ -163,7 +170,7 @@ def test_words_without_their_bell_are_refused() -> None:
 def test_many_bells_are_rung_with_nobody_listening() -> None:
     """A full pipe holds up nobody."""
     with Pair("net") as pair:
-        bell, _ = pair.flags[0].bell
+        bell = bell_of(pair.flags[0])
         bell.sleepers += 1  # somebody who was killed in its sleep
         for value in range(100_000):
             pair.flags[0].store(value + 1)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from nic_offload import sender
 from nic_offload.checksum import crc32c
 from nic_offload.errors import FabricError, RegionBusy
-from nic_offload.group import Group
 from nic_offload.pieces import Pieces, scatter
-from nic_offload.sender import GrantedPut, Heads, send
+from nic_offload.sender import put_row
 from nic_offload.trigger import TriggeredPut, arm
 from tests.nic_offload.rig import PAGE, Pair, wait_until
 from tests.nic_offload.test_granted import DATA, FINGERPRINT, LANDED, MIB, SLOTS, GrantRig, key_of, open_rig
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nic_offload.fabric import Region
+    from nic_offload.group import Group
 
 PROVIDERS = ("net", "tcp;ofi_rxm", "shm", "sockets")
 GATHER = 2 * MIB  # in the near memory, behind the data
@@ -59,33 +60,16 @@ def bytes_of(rig: GrantRig, extents: Extents) -> bytes:
     return b"".join(rig.pair.near.bytes_at(offset, length) for offset, length in extents)
 
 
-def put(rig: GrantRig, blocks: list[tuple[int, Pieces]], *, threshold: int = 0) -> tuple[int, Group, Heads]:
+def put(rig: GrantRig, blocks: list[tuple[int, Pieces]], *, threshold: int = 0) -> tuple[int, Group]:
     near = rig.pair.near
     tag = 1 << 30
-    group = Group(near.fabric, tag, len(blocks))
-    heads = Heads([key_of(number) for number, _ in blocks], FINGERPRINT, LANDED)
+    region = near.region
+    rows = [
+        put_row(region, region.address, pieces.length, threshold, key_of(number), pieces=pieces)
+        for number, pieces in blocks
+    ]
     trigger = near.counter(near.word(100)) if threshold else None
-    send(
-        near.fabric,
-        rig.sender,
-        [
-            GrantedPut(
-                tag + 2 * i,
-                near.region,
-                near.region.address,
-                pieces.length,
-                heads.address(i),
-                trigger,
-                threshold,
-                0,
-                group,
-                i,
-                pieces,
-            )
-            for i, (_, pieces) in enumerate(blocks)
-        ],
-    )
-    return tag, group, heads
+    return tag, sender.put(near.fabric, rig.sender, tag, rows, trigger, FINGERPRINT, LANDED)
 
 
 def test_many_pieces_come_as_one_block_with_one_checksum(rig: GrantRig) -> None:
@@ -96,7 +80,7 @@ def test_many_pieces_come_as_one_block_with_one_checksum(rig: GrantRig) -> None:
         blocks.append((number, pieces))
         wanted[key_of(number)] = bytes_of(rig, extents)
     rig.feed(30, pages=1 + ROOM // PAGE)
-    _, group, _heads = put(rig, blocks)
+    _, group = put(rig, blocks)
     assert rig.codes(group, 30) == [LANDED] * 30
     rig.wait_came(30)
     for came in rig.came:
@@ -108,7 +92,7 @@ def test_pieces_are_read_when_the_put_fires(rig: GrantRig) -> None:
     near = rig.pair.near
     pieces = Pieces.of(near.region, [(DATA + 5000, 300), (DATA, 4096), (DATA + 100_000, 70_000)])
     rig.feed(1, pages=1 + ROOM // PAGE)
-    _, group, _heads = put(rig, [(1, pieces)], threshold=3)
+    _, group = put(rig, [(1, pieces)], threshold=3)
     near.fill(DATA + 5000, b"n" * 300)
     near.fill(DATA, b"e" * 4096)
     near.fill(DATA + 100_000, b"w" * 70_000)
@@ -143,7 +127,7 @@ def test_a_region_can_not_be_closed_while_a_put_has_pieces_in_it(net: GrantRig) 
     memory = bytearray(b"k" * 9000)
     region = near.fabric.register(memory)
     net.feed(1, pages=1 + ROOM // PAGE)
-    _, group, _heads = put(net, [(1, Pieces.of(region, [(0, 4000), (5000, 4000)]))], threshold=9)
+    _, group = put(net, [(1, Pieces.of(region, [(0, 4000), (5000, 4000)]))], threshold=9)
     with pytest.raises(RegionBusy):
         region.close()
     near.word(100).store(9)
@@ -157,7 +141,7 @@ def test_a_region_can_not_be_closed_while_a_put_has_pieces_in_it(net: GrantRig) 
 def test_a_put_of_pieces_that_is_taken_back_reads_nothing_and_leaves_its_slot(net: GrantRig) -> None:
     near = net.pair.near
     pieces = Pieces.of(near.region, [(DATA, 4000), (DATA + 9000, 100)])
-    tag, _, _heads = put(net, [(one, pieces) for one in range(SLOTS)], threshold=4)
+    tag, _ = put(net, [(one, pieces) for one in range(SLOTS)], threshold=4)
     assert near.fabric.cancel([tag + 2 * i for i in range(SLOTS)]) == SLOTS
     assert near.region.is_idle
     net.feed(SLOTS, pages=1 + ROOM // PAGE)

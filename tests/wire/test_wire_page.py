@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import struct
 from pathlib import Path
 from typing import TypeAlias
 
+from nic_offload._core import ffi
+
 from kvstore.limits import BATCH_BLOCKS_MAX, FABRIC_ANSWER_BYTES, FABRIC_CALL_BYTES, FABRIC_CALL_PLACES
 from kvstore.wire import fabric_call as wire
 from kvstore.wire.ack import AckCode
-from nic_offload.sender import Heads
 from tests.wire.calls import call_bytes
 
 Table: TypeAlias = list[tuple[str, int, int]]  # what it is, where, and how many bytes
@@ -48,18 +48,32 @@ def test_each_table_has_no_gap() -> None:
 
 def test_the_head_of_a_put_is_as_the_page_says() -> None:
     head, *_ = tables()
-    heads = Heads([b"k" * 32], b"f" * 16, 3, 10, (b"metadata", b""))
-    data = ctypes.string_at(heads.address(0), 128)
-    said = {"bytes of metadata": 8, "when the block expires": 10, "durability": 3}
-    for what, value in said.items():
-        assert number(data, head, what) == value
-    assert field(data, head, "key") == b"k" * 32
-    assert field(data, head, "fingerprint") == b"f" * 16
-    (start, size) = next((at, size) for what, at, size in head[::-1])
-    assert start + size == 128
-    # What the sender fills in is where the receiver's C reads it; see `tests/nic_offload/test_granted.py`.
-    of_sender = ("the slot's generation", "the generation of its", "the number of its", "bytes of payload")
-    assert [field(data, head, what) for what in of_sender] == [bytes(8), bytes(8), bytes(4), bytes(4)]
+    struct_type = ffi.typeof("struct tk_put_head")
+    fields = dict(struct_type.fields)
+    said = [(name, ffi.offsetof(struct_type, name), ffi.sizeof(field.type)) for name, field in fields.items()]
+    assert [(at, size) for _, at, size in head] == [(at, size) for _, at, size in said]
+    assert ffi.sizeof(struct_type) == sum(size for _, _, size in head)
+    words = {
+        "head_crc32c": "CRC32C of the metadata",
+        "metadata_bytes": "bytes of metadata",
+        "generation": "the slot's generation",
+        "ack_generation": "the generation of its",
+        "expires_unix_ms": "when the block expires",
+        "ack_word": "the number of its",
+        "length": "bytes of payload",
+        "crc32c": "their CRC32C",
+        "flags": "`1`",
+        "durability": "durability",
+        "zeros": "0",
+        "key": "key",
+        "fingerprint": "fingerprint",
+        "domain": "the erase domain",
+        "fired_ns": "when its flag was seen",
+        "tag": "the tag",
+    }
+    assert list(words) == list(fields)
+    for (what, _, _), begin in zip(head, words.values(), strict=True):
+        assert what.startswith(begin)
 
 
 def test_a_call_is_as_the_page_says() -> None:
