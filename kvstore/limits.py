@@ -209,6 +209,7 @@ QUOTA_LENT_SHARE = 32  # at most this part of the quota is lent to all its clien
 LANE_DEPTH = 256  # writes of a lane at a time
 LANE_BYTES_MAX = 16 << 20  # of these: further blocks wait for their tenant's turn
 GRANTED_GATHERED_PAGES_MAX = 65  # of a block that waits for others; a larger one keeps a drive busy by itself
+GRANTED_TAKE_MS = 4  # between two times at which written blocks are added to the index, unless somebody asks
 GRANTED_RETRY_MS = 1  # before a drive with too many writes is offered more
 START_PROGRESS_MS = 1_000  # between two progress lines of a starting node
 ROOMS_IDLE_TICKS = 10  # after which a client that puts nothing keeps no rooms

@@ -89,6 +89,11 @@ class DriveLanes:
             for drive, _ in self._pairs:
                 drive.lend(self.record_pages)
 
+    @property
+    def want_ground(self) -> bool:
+        """Whether a lane has nothing to go on with when its ground is used up."""
+        return any(not lane.state().next.pages for _, lane in self._pairs)
+
     def tick(self) -> None:
         """Take back ground that has not been used for a while."""
         self._idle_ticks += 1

@@ -28,6 +28,7 @@ from kvstore.limits import (
     GRANTED_GATHERED_PAGES_MAX,
     GRANTED_RETRY_MS,
     GRANTED_SLOTS,
+    GRANTED_TAKE_MS,
     PAGE_BYTES,
     ROOMS_IDLE_TICKS,
     ROOMS_MIN,
@@ -38,6 +39,7 @@ from kvstore.node.fair import Places
 from kvstore.node.landing import LandingLayout
 from kvstore.node.lane_blocks import WRITTEN, LaneBlocks, are_plain
 from kvstore.node.lane_quotas import LaneQuotas
+from kvstore.node.pace import Pace
 from kvstore.node.put_area import Landed, PutArea
 from kvstore.node.put_rooms import PutRooms
 from kvstore.node.span_notes import End
@@ -92,6 +94,7 @@ class Granted:
         self._gathering: set[PutArea] = set()  # areas whose small blocks wait for each other
         self._store_at = 0  # store these once this many writes have ended
         self._heard = 0  # blocks taken from receivers
+        self._taking = Pace(node.clock, node.later, GRANTED_TAKE_MS, self.take_written)
         self._lanes = DriveLanes(node.store, node.fabric)
         self._lent = LaneQuotas(node.store.quotas)
         self._lane_blocks = LaneBlocks(node, self._areas, self._lent)
@@ -167,6 +170,7 @@ class Granted:
 
     def end(self) -> None:
         """Take back the lanes' ground: the fabric is about to be closed, and no client is left."""
+        self._taking.end()
         self._lanes.seal()
 
     @property
@@ -184,11 +188,24 @@ class Granted:
     def told(self, number: int) -> None:
         """Handle results of a receiver or lane. Small blocks that arrive while a drive is busy are batched."""
         if number == LANE_TAG:
-            self.take_written()
-            self._lanes.lend()
+            if self._rooms.hungry:  # for memory, of which written blocks have some
+                self._taking.now()
+            else:
+                self._taking.ask()
+            self._lend()
         elif (area := self._areas.get(number)) is not None:
             self._area_told(area)
+            self._free_ground()
             self._lanes.renew()
+
+    def _lend(self) -> None:
+        self._free_ground()
+        self._lanes.lend()
+
+    def _free_ground(self) -> None:
+        """Add written blocks to the index if a lane wants ground: a full drive evicts only what is in the index."""
+        if self._lanes.want_ground:
+            self._taking.now()
 
     def _area_told(self, area: PutArea) -> None:
         area.idle_ticks = 0
@@ -227,8 +244,10 @@ class Granted:
         else:
             self._lanes.record_pages = state.wanted_pages or self._lanes.record_pages
             self._rooms.feed(area, state)
+            if self._rooms.hungry:
+                self._taking.now()
             if self._lent.renew(area):
-                self._lanes.lend()
+                self._lend()
 
     def take_all(self, *, every: bool = True) -> None:
         """Process everything that has arrived, before a query or a change. `every` is as in `came`.
@@ -414,7 +433,7 @@ class Granted:
             del area.unheard[: len(some)]
             self._by_tag.update({one.came.id: one for one in some})
             if not area.is_limited or area.lent_pages:
-                self._lanes.lend()
+                self._lend()
 
     def _go_on(self, area: PutArea, state: State) -> None:
         if self._areas.get(area.connection.number) is area:

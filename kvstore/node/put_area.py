@@ -98,6 +98,7 @@ class PutArea:
         self.rooms: set[Piece] = set()
         self.unheard: list[Landed] = []  # not passed to the store yet
         self.target = ROOMS_MIN  # rooms that it should have
+        self.least_pages = 0  # of a room that was given since all were last taken back
         self.idle_ticks = 0
         self.is_limited = False  # lanes take only as many pages as were lent: these,
         self.lent_pages = 0  # including those of blocks not reported yet

@@ -33,6 +33,7 @@ class PutRooms:
         pieces = [Piece(number) for number in area.receiver.rooms()]
         if pieces:
             area.rooms.difference_update(pieces)
+            area.least_pages = 0
             size_bytes = self._memory.pages.size(pieces)
             self._memory.pages.release_all(pieces)
             self._memory.shares.release(area.holder, size_bytes)
@@ -43,7 +44,7 @@ class PutRooms:
             area.idle_ticks = 0
             if area not in self.hungry:
                 area.target = min(ROOMS_MAX, area.target * 2)
-            if any(self._memory.pages.pages(piece) < state.wanted_pages for piece in area.rooms):
+            if area.least_pages < state.wanted_pages:
                 self.empty(area)  # its rooms are too small for the arrived block
         is_idle = area.idle_ticks and not state.starved and area not in self.hungry
         if is_idle or not state.wanted_pages:
@@ -56,6 +57,7 @@ class PutRooms:
         most = shares.may_hold_so_many(area.holder, size_bytes, target - state.rooms)
         given = pages.take_many(state.wanted_pages, most)
         if len(given):
+            area.least_pages = min(area.least_pages or state.wanted_pages, state.wanted_pages)
             area.rooms.update(given["number"].tolist())
             shares.hold(area.holder, size_bytes * len(given))
             area.receiver.feed(given.data)

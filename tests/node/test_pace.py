@@ -1,0 +1,118 @@
+"""Written blocks are added to the index a few times a second at most, and nobody can tell."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstore.client.block_calls import Stored
+from kvstore.client.blocks import Hit
+from kvstore.durability import Durability
+from kvstore.node import granted_puts
+from kvstore.node.pace import Pace
+from tests.conftest import ClientWithBuffers, small_client
+from tests.nic_offload.rig import wait_until
+from tests.node.in_process import NodeInProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
+
+MS = 1_000_000
+MINUTE_MS = 60_000
+
+
+class Time:
+    """A clock, and what is to be done later."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1000 * MS
+        self.later: list[tuple[float, Callable[[], object]]] = []
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def wall_ms(self) -> int:
+        return self.now_ns // MS
+
+    def call_later(self, delay_s: float, do: Callable[[], object]) -> None:
+        self.later.append((delay_s, do))
+
+    def pass_ms(self, ms: int) -> None:
+        self.now_ns += ms * MS
+        due, self.later = self.later, []
+        for _, do in due:
+            do()
+
+
+def test_a_pace_does_at_once_what_was_not_done_a_moment_ago_and_the_rest_together() -> None:
+    time, done = Time(), [0]
+
+    def do() -> None:
+        done[0] += 1
+
+    pace = Pace(time, time.call_later, 4, do)
+    pace.ask()
+    assert (done, time.later) == ([1], [])
+    for _ in range(5):
+        pace.ask()
+    assert (done, [delay_s for delay_s, _ in time.later]) == ([1], [0.004])
+    time.pass_ms(4)
+    assert (done, time.later) == ([2], [])
+    time.now_ns += 4 * MS
+    pace.ask()
+    assert done == [3]
+    pace.ask()
+    pace.end()
+    time.pass_ms(4)
+    assert done == [3], "nothing after its end"
+
+
+def test_whoever_asks_knows_written_blocks_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pace of a minute, only those who ask have written blocks added to the index."""
+    monkeypatch.setattr(granted_puts, "GRANTED_TAKE_MS", MINUTE_MS)
+    with NodeInProcess(tmp_path / "node") as node:
+        rig = ClientWithBuffers(node)
+
+        def ahead() -> int:
+            return int(node.call(lambda inside: inside.granted._lanes.ahead))
+
+        for number in range(40):
+            block = rig.block(number, 5000)
+            (result,) = rig.client.put([block], durability=Durability.WRITTEN)
+            assert (result.error, result.durability) == (None, Durability.WRITTEN)
+            waiting = number > 0
+            assert not waiting or ahead() == 1, "it waits for its minute"
+            match number % 4:
+                case 0:
+                    assert isinstance(rig.client.exists([block.key])[0], Stored)
+                case 1:
+                    assert rig.client.get([rig.wanted(block)]) == [Hit(block.key)]
+                    assert rig.client.exists([block.key]) != []
+                case 2:
+                    assert rig.client.delete([block.key]) == [True]
+                    assert not isinstance(rig.client.get([rig.wanted(block)])[0], Hit)
+                case _:
+                    assert rig.client.explain([block.key])[0].stored
+            assert ahead() == 0
+        last = rig.block(40, 5000)
+        assert rig.client.put([last])[0].error is None
+        keys = [rig.key(number) for number in range(41)]
+        rig.client.close()
+    with NodeInProcess(tmp_path / "node") as again, small_client(again.target) as client:
+        stored = [isinstance(one, Stored) for one in client.exists(keys)]
+        assert stored == [number % 4 != 2 for number in range(41)]
+
+
+def test_a_client_that_waits_for_memory_does_not_wait_for_the_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hot memory is full of written blocks; what is next lands when they are taken, and not a minute later."""
+    monkeypatch.setattr(granted_puts, "GRANTED_TAKE_MS", MINUTE_MS)
+    with NodeInProcess(tmp_path / "node", 256 << 20) as node:
+        rig = ClientWithBuffers(node)
+        for first in range(0, 2000, 100):
+            blocks = [rig.block(number, 64 << 10) for number in range(first, first + 100)]
+            assert not any(one.error for one in rig.client.arm(blocks).wait(20))
+        wait_until(lambda: not node.call(lambda inside: inside.granted.is_hungry), "nobody waits for memory")
