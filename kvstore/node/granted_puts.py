@@ -188,10 +188,7 @@ class Granted:
     def told(self, number: int) -> None:
         """Handle results of a receiver or lane. Small blocks that arrive while a drive is busy are batched."""
         if number == LANE_TAG:
-            if self._rooms.hungry:  # for memory, of which written blocks have some
-                self._taking.now()
-            else:
-                self._taking.ask()
+            self._taking.ask()
             self._lend()
         elif (area := self._areas.get(number)) is not None:
             self._area_told(area)
@@ -244,8 +241,6 @@ class Granted:
         else:
             self._lanes.record_pages = state.wanted_pages or self._lanes.record_pages
             self._rooms.feed(area, state)
-            if self._rooms.hungry:
-                self._taking.now()
             if self._lent.renew(area):
                 self._lend()
 

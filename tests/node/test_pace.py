@@ -110,7 +110,7 @@ def test_a_client_that_waits_for_memory_does_not_wait_for_the_pace(
 ) -> None:
     """Hot memory is full of written blocks; what is next lands when they are taken, and not a minute later."""
     monkeypatch.setattr(granted_puts, "GRANTED_TAKE_MS", MINUTE_MS)
-    with NodeInProcess(tmp_path / "node", 256 << 20) as node:
+    with NodeInProcess(tmp_path / "node", 4 << 30) as node:
         rig = ClientWithBuffers(node)
         for first in range(0, 2000, 100):
             blocks = [rig.block(number, 64 << 10) for number in range(first, first + 100)]
