@@ -60,7 +60,7 @@ static void begin(uint64_t h[8], unsigned key_bytes, const uint8_t *person, unsi
 	h[7] ^= named[1];
 }
 
-void blake2b_begin(struct blake2b *keyed, const uint8_t *key, const uint8_t *person, unsigned digest_bytes)
+void blake2b_begin(struct blake2b *keyed, const uint8_t key[BLAKE2B_KEY], const uint8_t *person, unsigned digest_bytes)
 {
 	uint64_t block[BLAKE2B_BLOCK / 8] = {0};
 	begin(keyed->h, BLAKE2B_KEY, person, digest_bytes);
@@ -69,8 +69,8 @@ void blake2b_begin(struct blake2b *keyed, const uint8_t *key, const uint8_t *per
 	explicit_bzero(block, sizeof block);
 }
 
-void blake2b_end(const struct blake2b *keyed, const uint64_t *block, unsigned message_bytes, void *digest,
-		 unsigned digest_bytes)
+void blake2b_end(const struct blake2b *keyed, const uint64_t block[BLAKE2B_BLOCK / 8], unsigned message_bytes,
+		 void *digest, unsigned digest_bytes)
 {
 	uint64_t h[8];
 	memcpy(h, keyed->h, sizeof h);
@@ -79,7 +79,8 @@ void blake2b_end(const struct blake2b *keyed, const uint64_t *block, unsigned me
 	explicit_bzero(h, sizeof h);
 }
 
-void blake2b_unkeyed(const uint8_t *person, const uint64_t *block, unsigned message_bytes, void *digest, unsigned digest_bytes)
+void blake2b_unkeyed(const uint8_t person[BLAKE2B_PERSON], const uint64_t block[BLAKE2B_BLOCK / 8],
+		     unsigned message_bytes, void *digest, unsigned digest_bytes)
 {
 	uint64_t h[8];
 	begin(h, 0, person, digest_bytes);
