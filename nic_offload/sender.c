@@ -318,7 +318,7 @@ void sender_fire(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_sender *sender = work->op.sender;
 	if (!may_be_sent(&work->op)) {
-		finish(fabric, work, -EINVAL);
+		finish(fabric, work, -EDESTADDRREQ); /* which no provider returns */
 	} else if (!sender->ungranted.head && grant(fabric, work)) {
 		sum(fabric, work);
 	} else {

@@ -201,7 +201,7 @@ class ArmedPuts:
         return self._keys.get(i) or self._blocks[i].key
 
     def _put_failed(self, i: int, status: int) -> None:
-        if status == -errno.EINVAL and self._keys.get(i) == b"":
+        if status == -errno.EDESTADDRREQ:  # it may have been named meanwhile
             error: KvError = UsageError("The put fired before its block was named, and was not sent.")
             self._end(i, error)
             return
@@ -287,8 +287,9 @@ class ArmedPuts:
     def name(self, number: int, key: bytes) -> None:
         """Set the key of a block that was armed without one. A put that fires before that fails.
 
-        >>> puts = client.arm([Block(b"", kv, offset=0, length=4096)], flags[0])
+        >>> puts = client.arm([Block(b"", kv, offset=0, length=4096, threshold=2)], flags[0])
         >>> puts.name(0, block_key(b"known later"))
+        >>> flags[0].store(2)
         """
         if self._keys.get(number) != b"" or len(key) != KEY_BYTES:
             raise InvalidArgument(

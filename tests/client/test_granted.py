@@ -172,6 +172,21 @@ def test_a_put_is_armed_before_its_block_has_a_name(rig: ClientWithBuffers) -> N
         rig.client.get(blocks)
 
 
+def test_a_name_that_comes_after_the_put_has_fired_costs_no_link(rig: ClientWithBuffers) -> None:
+    """The client has not been told yet that the put has failed."""
+    rig.client.attach()
+    before = rig.client._core.link
+    rig.flags[0].store(1)
+    failed = rig.client._core.fabric.statistics().failed
+    with rig.client._core.lock:
+        puts = rig.client.arm([Block(b"", rig.from_region, 0, LENGTH)], rig.flags[0])
+        wait_until(lambda: rig.client._core.fabric.statistics().failed > failed, "it has fired")
+        puts.name(0, rig.key(0))
+    (result,) = puts.wait(WAIT_S)
+    assert isinstance(result.error, UsageError)
+    assert rig.client._core.link is before
+
+
 def test_a_block_that_is_larger_than_was_agreed_is_refused_here(rig: ClientWithBuffers) -> None:
     with pytest.raises(InvalidArgument, match="up to 1048576 bytes"):
         rig.client.put([rig.block(0, MIB + 1)])

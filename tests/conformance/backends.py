@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nic_offload.fabric import WORK_MAX, EventKind
 from nic_offload.flags import FlagWord, FlagWords
-from tests.nic_offload.rig import PAGE, WAIT_S, Pair, Side, Way, wait_until
+from tests.nic_offload.rig import PAGE, WAIT_S, Pair, Side, Way, after_ms, wait_until
 
 if TYPE_CHECKING:
     from nic_offload.counter import Counter
@@ -123,6 +123,15 @@ def end_or_late(side: Side, tag: int) -> EventKind:
     ends = {EventKind.DONE, EventKind.FAILED, EventKind.LATE}
     side.wait(lambda: bool(ends & set(side.kinds(tag))), f"an end of {tag}, or its being late")
     return next(kind for kind in side.kinds(tag) if kind in ends)
+
+
+def refusal_deadline_ns(side: Side) -> int:
+    """A deadline for an operation that the peer's side of the wire refuses.
+
+    shm never says that it was refused: it is late then. The others say so, and need time until it has gone out: on a
+    busy machine to connect alone takes a second.
+    """
+    return after_ms(1000 if side.fabric.provider == "shm" else WAIT_S * 250)
 
 
 def through(near: Side, far: Side) -> Way:

@@ -10,8 +10,8 @@ import pytest
 from nic_offload.errors import FabricError
 from nic_offload.fabric import EventKind
 from nic_offload.trigger import CounterMove
-from tests.conformance.backends import end_or_late, lands, through
-from tests.nic_offload.rig import after_ms, needs_ends_of_their_own, wait_until
+from tests.conformance.backends import end_or_late, lands, refusal_deadline_ns, through
+from tests.nic_offload.rig import needs_ends_of_their_own, wait_until
 
 if TYPE_CHECKING:
     from nic_offload.counter import Counter
@@ -26,6 +26,7 @@ OURS = {-errno.ECANCELED, -errno.ETIMEDOUT, -errno.EBADMSG, -errno.EPIPE}
 def refused_operations(way: Way, tag: int, **more: Any) -> dict[str, Operation]:
     """Each of them is refused by the peer's side of the wire."""
     bad = way.key ^ 0x5A5A5A
+    more["deadline_ns"] = refusal_deadline_ns(way.near)
     far_off = way.length + (1 << 30)
     return {
         "key of a put": way.put(tag, 700, flag=(0, 7), target_key=bad, **more),
@@ -79,9 +80,7 @@ def test_operations_after_a_refused_one_never_happen(stage: Stage, gate: Gate, w
     far.fill(0, CANARY)
     near.fill(0, b"x" * 300_000)
     first, second, third = stage.counter(), stage.counter(), stage.counter()
-    bad = refused_operations(way, 1, fires=(gate.counter, 1), completion=first, deadline_ns=after_ms(400))[
-        what
-    ]
+    bad = refused_operations(way, 1, fires=(gate.counter, 1), completion=first)[what]
     there.arm(
         there.notify(2, 1, 7, fires=(first, 1), completion=second),
         there.put(3, 100, flag=(2, 7), fires=(second, 1), completion=third),
@@ -109,7 +108,7 @@ def test_a_failed_counter_moves_no_more_until_it_is_reset(stage: Stage, gate: Ga
     near, there = stage.near, stage.there
     way = through(near, stage.far)
     moved = stage.counter()
-    bad = refused_operations(way, 1, fires=(gate.counter, 1), completion=moved, deadline_ns=after_ms(300))
+    bad = refused_operations(way, 1, fires=(gate.counter, 1), completion=moved)
     there.arm(
         bad["key of a put"],
         there.notify(2, 2, 7, fires=(moved, 1)),
@@ -142,7 +141,7 @@ def test_of_ten_that_count_one_fails(stage: Stage, gate: Gate) -> None:
     near, far, there = stage.near, stage.far, stage.there
     way = through(near, far)
     moved = stage.counter()
-    bad = refused_operations(way, 9, fires=(gate.counter, 1), completion=moved, deadline_ns=after_ms(300))
+    bad = refused_operations(way, 9, fires=(gate.counter, 1), completion=moved)
     there.arm(there.notify(50, 50, 7, fires=(moved, 10)), bad["key of a get"])
     there.arm(*(there.put(i, 99, flag=(i, 7), fires=(gate.counter, 1), completion=moved) for i in range(9)))
     gate.raise_to(1)
@@ -161,7 +160,7 @@ def test_a_failure_leaves_what_waits_for_other_counters_alone(stage: Stage, gate
     way = through(near, far)
     other, moved = stage.gate(), stage.counter()
     there.arm(*(there.notify(10 + i, 10 + i, 7, fires=(other.counter, 1 + i)) for i in range(20)))
-    bad = refused_operations(way, 1, fires=(gate.counter, 1), completion=moved, deadline_ns=after_ms(300))
+    bad = refused_operations(way, 1, fires=(gate.counter, 1), completion=moved)
     there.arm(*(there.notify(40 + i, 40, 7, fires=(moved, 1 + i)) for i in range(20)), bad["key of a put"])
     gate.raise_to(1)
     fails(stage, way, 1)
@@ -181,7 +180,7 @@ def test_the_key_of_a_closed_region_is_nobodys(stage: Stage, gate: Gate) -> None
     way = through(near, far)
     way.fence()
     moved = stage.counter()
-    fires, late_ns = (gate.counter, 1), after_ms(400)
+    fires, late_ns = (gate.counter, 1), refusal_deadline_ns(near)
     way.arm(way.put(1, 100, flag=(0, 7), fires=fires, completion=moved, deadline_ns=late_ns))
     there.arm(there.notify(2, 1, 7, fires=(moved, 1)))
     far.region.close()

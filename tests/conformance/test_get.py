@@ -11,8 +11,8 @@ import pytest
 from nic_offload.checksum import crc32c
 from nic_offload.fabric import EventKind
 from nic_offload.scatter import Flag, Piece, gather_get, scatter_put
-from tests.conformance.backends import end_or_late, lands, through
-from tests.nic_offload.rig import PAGE, Side, Way, after_ms
+from tests.conformance.backends import end_or_late, lands, refusal_deadline_ns, through
+from tests.nic_offload.rig import PAGE, Side, Way
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,7 +107,9 @@ def test_memory_that_may_not_be_read_is_not_read(stage: Stage, gate: Gate) -> No
         far.fill(0, b"secret" * 100)
         moved, fires = stage.counter(), (gate.counter, 1)
         way.arm(
-            way.get(1, 600, flag=(1, 7), fires=fires, completion=moved, deadline_ns=after_ms(300)),
+            way.get(
+                1, 600, flag=(1, 7), fires=fires, completion=moved, deadline_ns=refusal_deadline_ns(near)
+            ),
         )
         stage.there.arm(stage.there.notify(2, 2, 7, fires=(moved, 1)))
         gate.raise_to(1)
@@ -134,7 +136,14 @@ def test_memory_that_may_only_be_read_is_not_written(stage: Stage, gate: Gate) -
         assert near.final(1).kind == EventKind.DONE
         assert near.bytes_at(5000, 400) == b"mine" * 100
         way.arm(
-            way.put(2, 400, flag=(1, 7), fires=(gate.counter, 2), completion=moved, deadline_ns=after_ms(300))
+            way.put(
+                2,
+                400,
+                flag=(1, 7),
+                fires=(gate.counter, 2),
+                completion=moved,
+                deadline_ns=refusal_deadline_ns(near),
+            )
         )
         gate.raise_to(2)
         if end_or_late(near, 2) == EventKind.FAILED:
@@ -173,7 +182,7 @@ def test_many_pieces_have_one_flag(stage: Stage, gate: Gate, *, spoiled: bool) -
         flag=Flag(way.word_target(0), way.key, 7),
         trigger=gate.counter,
         threshold=5,
-        deadline_ns=after_ms(400) if spoiled else 0,
+        deadline_ns=refusal_deadline_ns(near) if spoiled else 0,
     )
     gate.raise_to(4)
     stage.settle(gate)

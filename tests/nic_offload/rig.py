@@ -7,6 +7,7 @@ of memory, and every wait has a deadline after which the test fails.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import select
 import time
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 PROVIDERS = ("net", "tcp;ofi_rxm", "shm", "sockets")
 WAIT_S = 20.0
 _EAGER_S, _BETWEEN_LOOKS_S_MAX = 0.002, 0.005
+_TRIES_MAX = 200
 PAGE = 4096
 FENCE_TAG = 1 << 62
 FINAL = {EventKind.DONE, EventKind.FAILED, EventKind.LANDED, EventKind.WATCH_FAILED}
@@ -88,6 +90,16 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = WAIT_S
             os.sched_yield()
         else:
             time.sleep(min(_BETWEEN_LOOKS_S_MAX, waited_s / 20))
+
+
+def happens_more_often(happens: Callable[[], bool], share: float) -> bool:
+    """Whether something that is late on a busy machine happens clearly more often than in this share of all tries."""
+    count = 0
+    for tries in range(1, _TRIES_MAX + 1):
+        count += happens()
+        if count > tries * share + math.sqrt(tries) + 1:
+            return True
+    return False
 
 
 class Side:

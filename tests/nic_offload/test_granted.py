@@ -481,7 +481,7 @@ def test_a_name_that_fires_before_it_is_known_is_not_sent(net: GrantRig) -> None
     net.feed(2, pages=3)
     near = net.pair.near
     tag, group = net.put([1], durability=0)
-    assert near.final(tag).status == -errno.EINVAL
+    assert near.final(tag).status == -errno.EDESTADDRREQ
     group.end(0)
     tag, group = net.put([0], durability=0, threshold=5)
     name_put(group, 0, key_of(42), LANDED)

@@ -13,6 +13,8 @@ from kvstore.limits import CALLS_BEGUN_MAX, CALLS_LINE_LONG, CALLS_REST, CALLS_R
 from kvstore.node import admission
 from kvstore.node.admission import Begun, Entrance
 
+RESTS = 100
+
 
 async def settle() -> None:
     for _ in range(10):
@@ -48,7 +50,7 @@ def test_a_tenant_with_a_long_line_rests_between_two_calls_while_others_call() -
         at = Entrance(lambda: 2)
         (await at.enter(other)).over()
         begun = await at.enter("many")
-        rest = [asyncio.create_task(at.enter("many")) for _ in range(CALLS_LINE_LONG + 21)]
+        rest = [asyncio.create_task(at.enter("many")) for _ in range(CALLS_LINE_LONG + RESTS + 1)]
         await settle()
         began = asyncio.get_running_loop().time()
         for one in rest:
@@ -56,12 +58,12 @@ def test_a_tenant_with_a_long_line_rests_between_two_calls_while_others_call() -
             begun = await one
         return asyncio.get_running_loop().time() - began
 
-    assert asyncio.run(come("few")) >= 20 * CALLS_REST_MS / 1000
-    assert asyncio.run(come("many")) < 20 * CALLS_REST_MS / 1000
+    assert asyncio.run(come("few")) >= RESTS * CALLS_REST_MS / 1000
+    assert asyncio.run(come("many")) < RESTS * CALLS_REST_MS / 1000
 
 
 def test_a_call_that_took_long_leaves_as_much_time_to_others_while_they_call() -> None:
-    worked_s = 0.02
+    worked_s = 0.1  # long enough for a busy machine
 
     async def works() -> None:
         for _ in range(2):

@@ -84,8 +84,9 @@ def test_a_block_that_is_put_into_an_idle_node_expires_in_time(
     }.items():
         monkeypatch.setattr(ticks, name, value)
     with NodeInProcess(tmp_path / "node") as node, Client(node.target) as client:
+        client.status()  # to connect takes a while
         time.sleep(0.5)
-        client.put_inline(block_key(b"k"), b"x" * 5000, expires_unix_ms=time.time_ns() // 1_000_000 + 300)
+        client.put_inline(block_key(b"k"), b"x" * 5000, expires_unix_ms=time.time_ns() // 1_000_000 + 1500)
         deadline = time.monotonic() + 10
         while node.call(lambda one: one.store.statistics().blocks):
             assert time.monotonic() < deadline
