@@ -160,7 +160,7 @@ def check(
     if not data.is_dir():
         raise ConfigError(f"There is no data folder {data}.")
     if bay is None and not FolderBay(data, None).linked():
-        raise ConfigError(f"There is no drive in {data}.")
+        raise ConfigError(f"The folder {data} has no drive.")
     report = Report()
     with ExitStack() as last:
         lock = FolderLock(data)

@@ -66,7 +66,7 @@ class EncryptedStore(Handle):
     def __init__(self, data: Path) -> None:
         """Lock it and look at its drives; ConfigError if none is encrypted, StorageError if one can't be used."""
         if not data.is_dir() or not FolderBay(data, None).linked():
-            raise ConfigError(f"There is no drive in {data}.")
+            raise ConfigError(f"The folder {data} has no drive.")
         with ExitStack() as undo:
             undo.callback(FolderLock(data).release)
             self._drives = _drives(data, undo)

@@ -64,7 +64,7 @@ def test_stats_are_shown_and_told(node: NodeProcess) -> None:
     shown = run(node, "stats")
     assert shown.returncode == 0, shown.stderr
     since, now, mine = (
-        shown.stdout.index(head) for head in ("Since the node began:", "Now:", "Of this tenant:")
+        shown.stdout.index(head) for head in ("Since the node started:", "Now:", "Of this tenant:")
     )
     assert since < shown.stdout.index("leases_over") < now < shown.stdout.index("uptime_ms") < mine
     assert "1 deleted" in shown.stdout
