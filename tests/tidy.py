@@ -66,7 +66,8 @@ NAMES_ALLOWED = {
 }
 C_LINES_MAX = 400
 BOUND = re.compile(
-    r"^_?(?:(?!\w*_PER_)[A-Z][A-Z0-9_]*_(?:MAX|MIN|MS|NS|S|AT_ONCE|A_ROUND)|(?:[A-Z0-9_]+_)?TRIES)$"
+    r"^_?(?:(?!\w*_PER_)[A-Z][A-Z0-9_]*_(?:MAX|MIN|MS|NS|S|A_ROUND)"
+    r"|(?:[A-Z0-9_]+_)?(?:AT_ONCE|BATCH(?:_[A-Z]+)?|STEPS|THREADS|TRIES))$"
 )
 UNITS = {"_SECOND_NS"}
 BOUNDS_ALLOWED = {
