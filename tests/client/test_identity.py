@@ -1,4 +1,4 @@
-"""Every call of the service by nobody, by the wrong tenant and by the right one; tokens, TLS, clients' certificates."""
+"""Every call of the service without credentials, as a wrong and the right tenant; tokens, TLS, certificates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The backends, and why one is not there.
+"""The backends, and why one is not available.
 
-libfabric is loaded once a process, so the stand-in for a Cassini and the software providers never meet: what this
-process's library does not offer is skipped, and `test_cassini` runs the suite once more in a process of the other kind.
+libfabric is loaded once per process, so the stand-in for a Cassini and the software providers are never in one process.
+Providers that this process's library lacks are skipped, and `test_cassini` runs the suite again in a process with the
+stand-in.
 """
 
 from __future__ import annotations

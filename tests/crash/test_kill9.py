@@ -1,4 +1,4 @@
-"""SIGKILL at random moments: what was acknowledged as written comes back exact, all else is exact or a miss.
+"""SIGKILL at random moments: blocks acknowledged as written are exact afterwards; all others are exact or a miss.
 
 With odd seeds the node encrypts.
 """

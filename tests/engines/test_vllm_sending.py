@@ -1,4 +1,4 @@
-"""How copied pages are sent: what is still under way when its time is over is ended, and a full node is waited for."""
+"""Sending copied pages: whatever is pending at the deadline is ended, and a full node is waited for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What is fuzzed: for each parser a function of bytes that ends, with an answer or with an error of the tree.
+"""The fuzzed parsers: for each a function of bytes that returns, or raises an error of the tree.
 
-What always holds: nothing here listens, and what is written lies in a folder of the run's own. A parser that ends in
-another error than its own is a find, and so is an answer that its own writer would not have given.
+What always holds: nothing here listens, and files are written only to the run's own folder. Any other exception of a
+parser is a finding, and so is a result that its own writer would not have written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tags as `docs/wire.md` has them, by no code of ours; and a forger, who has true keys of memory and no seal."""
+"""Tags as described in `docs/wire.md`, computed without our code; and a forger with valid memory keys but no seal."""
 
 from __future__ import annotations
 
