@@ -189,6 +189,8 @@ def test_the_doctor_walks_to_a_node_and_tells_each_step(
     assert main(["doctor", "--node", free_port]) == 3
     said = capsys.readouterr().out
     assert "Is the node running" in said
+    assert "No call reaches the node." in said
+    assert "The network works." not in said
     assert "fabric" not in said
 
 
