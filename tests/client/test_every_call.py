@@ -89,7 +89,7 @@ def test_a_call_ends_at_its_deadline_though_the_node_stands_still(
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    """A node on which one tenant has used up what it may ask for, for a long time."""
+    """A node on which one tenant has used up its rate for a long time."""
     folder: Path = tmp_path_factory.mktemp("busy")
     tenants = folder / "tenants.toml"
     tenants.write_text(f'[busy]\ntokens_sha256 = ["{token_digest("busy")}"]\nrequests_per_s = 1\n')

@@ -102,7 +102,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 
 @dataclass
 class Acme:
-    """A client of acme's that has a connection, a block, and a lease that nobody has used."""
+    """A client of the tenant acme with a connection, a block, and an unused lease."""
 
     client: Client
     connection: int

@@ -47,7 +47,7 @@ PAGE = 4096
 
 
 class Forger:
-    """Writes to whoever's memory it has the key of."""
+    """Writes to any memory whose key it has."""
 
     def __init__(self, provider: str, address: bytes) -> None:
         self.fabric = Fabric(provider, address="127.0.0.1")

@@ -170,7 +170,7 @@ def test_an_interval_shows_the_increase_of_its_counters() -> None:
 
 
 class Away:
-    """A client whose node is away now and then, which `None` stands for; at the end its user has enough."""
+    """A client whose node is sometimes away (`None`); at the end its user interrupts the command."""
 
     def __init__(self, *answers: StatisticsResponse | None) -> None:
         self._answers = list(answers)

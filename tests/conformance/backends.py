@@ -20,7 +20,7 @@ REACHED_MAX = 1 << 47  # the counters of a NIC have 48 bits
 
 
 class Backend(NamedTuple):
-    """Who fires, over what, and whether the counters are words that anybody may map."""
+    """Which component fires operations, over which provider, and whether other processes may map the counters."""
 
     name: str
     provider: str
@@ -120,7 +120,7 @@ def lands(word: FlagWord, value: int, seconds: float = WAIT_S) -> None:
 
 
 def end_or_late(side: Side, tag: int) -> EventKind:
-    """How the operation stands when its deadline is over: done, failed, or late."""
+    """How the operation ended at its deadline: done, failed, or late."""
     ends = {EventKind.DONE, EventKind.FAILED, EventKind.LATE}
     side.wait(lambda: bool(ends & set(side.kinds(tag))), f"an end of {tag}, or its being late")
     return next(kind for kind in side.kinds(tag) if kind in ends)

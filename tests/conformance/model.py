@@ -29,7 +29,7 @@ NOTHING_WENT_OUT = {-errno.ECANCELED, -errno.ETIMEDOUT, -errno.EPIPE, -errno.EBA
 
 @dataclass(eq=False)
 class Count:
-    """A counter, and what it has to have counted."""
+    """A counter, and the value that it must have."""
 
     gate: Gate
     by_hand: int = 0

@@ -102,7 +102,7 @@ def one_round(
 def check(
     rig: ClientWithBuffers, blocks: dict[bytes, tuple[int, int]], acked: dict[bytes, tuple[int, int]]
 ) -> None:
-    """Get blocks and hold them against what was put."""
+    """Get blocks and compare them with those that were put."""
     names = sorted(blocks)
     for start in range(0, len(names), 8):
         keys = names[start : start + 8]

@@ -37,7 +37,7 @@ class FakePuts:
 
 
 class FakeClient:
-    """Takes so many batches at a time."""
+    """Accepts `room` batches at a time."""
 
     def __init__(self, *, room: int = 9, lands: bool = True) -> None:
         self.room, self.lands = room, lands

@@ -73,7 +73,7 @@ def grpc_fields(data: bytes) -> None:
 
 
 def http(data: bytes) -> None:
-    """A request, up to who asks."""
+    """A request, up to the authentication of its caller."""
 
     async def read() -> None:
         reader = asyncio.StreamReader(limit=HTTP_REQUEST_BYTES_MAX)
@@ -96,7 +96,7 @@ def tenants(data: bytes) -> None:
 
 
 class _Unsummed(Reader):
-    """One that believes each part's sum, so that mutation comes to what stands behind it."""
+    """One that accepts any checksum, so that mutations reach the code after the check."""
 
     def _read_checked(self, length: int, what: str) -> bytes:
         return self._read(length + 4, what)[:length]

@@ -77,7 +77,7 @@ def seal(pair: Pair) -> None:
 
 
 class Forger:
-    """Writes what it likes to where it likes, from an endpoint and a fabric of its own."""
+    """Writes anything anywhere, from its own endpoint and fabric."""
 
     def __init__(self, provider: str, side: Side) -> None:
         self._own = Side(provider)
