@@ -75,7 +75,7 @@ def test_a_request_that_missed_is_explained_run_by_run(node: NodeProcess, client
         "    block 3     hit   read from a drive",
         "    took # ms: queued # ms, drive # ms, delivery and the rest # ms, 12 KiB delivered",
     ]
-    assert lines[12] == "What to do: They were deleted; put them again if that was a mistake."
+    assert lines[12] == "What to do: The blocks were deleted; put them again if that was a mistake."
     told = json.loads(run(node, "cmpl-7", "--json").stdout)
     assert [one["kind"] for one in told["lookups"]] == ["prefix", "fetch"]
     assert told["lookups"][0]["runs"][1]["outcome"] == "deleted"
