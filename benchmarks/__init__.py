@@ -1,1 +1,1 @@
-"""Benchmarks, all in one form (`benchmarks.form`). They measure; they assert no speed."""
+"""Benchmarks, all of one form (`benchmarks.form`). They measure, and assert no speed."""

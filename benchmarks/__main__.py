@@ -1,7 +1,7 @@
-"""`python -m benchmarks NAME` runs `benchmarks/bench_NAME.py`; `all` runs each of them, in order of name.
+"""`python -m benchmarks NAME` runs `benchmarks/bench_NAME.py`; `all` runs all of them, in order of name.
 
-A benchmark that breaks ends with its traceback and status 1, and the others still run. A goal that was
-missed is no failure.
+If a benchmark fails, its traceback is printed, the others still run, and the exit status is 1. A missed goal is not a
+failure.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["discover", "main"]
 
 
 def discover(folder: Path = Path(__file__).parent) -> list[str]:
-    """The names that can be run."""
+    """The names of all benchmarks."""
     return sorted(path.stem.removeprefix("bench_") for path in folder.glob("bench_*.py"))
 
 
 def main(arguments: Sequence[str], names: Sequence[str] | None = None, package: str = "benchmarks") -> int:
-    """Run what is named; return the exit status."""
+    """Run the named benchmarks; return the exit status."""
     known = list(discover() if names is None else names)
     if len(arguments) != 1 or (arguments[0] != "all" and arguments[0] not in known):
         print(

@@ -1,9 +1,9 @@
-"""What a cluster of one to four nodes gives one client, beside the sum of as many single nodes.
+"""The throughput of one client of a cluster of one to four nodes, compared with as many single nodes.
 
-All nodes are on this machine, each with a drive file of its own, and all run throughout. A `ClusterClient` of the first
-N puts a batch and gets it back; in turns with it, N plain clients in the same process, a thread each, do the same at
-the same time with an equal share of the blocks each. The ratio is what spreading costs. Rates are as the caller sees
-them.
+All nodes run on this machine throughout, each with its own drive file. A `ClusterClient` of the first N puts a batch
+and gets it back. In alternation with it, N plain clients in the same process, a thread each, do the same at the same
+time, each with an equal share of the blocks. The ratio is the cost of spreading blocks. Rates are measured by the
+caller.
 
 It does not show how a cluster grows beyond one machine: `kvsim cluster` predicts that.
 """
@@ -36,7 +36,7 @@ _GOAL = 0.85  # of the sum of single nodes
 
 
 class _Side(Protocol):
-    """Who puts and gets the blocks that lie one after the other in memory."""
+    """One side of the comparison: it puts and gets blocks that are contiguous in memory."""
 
     def put(self, keys: Sequence[bytes], size: int, durability: Durability) -> list[Any]: ...
 

@@ -1,15 +1,16 @@
-"""Time to first token of vLLM engines, computed and found again in each of the ways that a user can choose from.
+"""Time to first token of vLLM engines: the prompt is computed, or its KV found in each of the ways that vLLM offers.
 
-The engine's own prefix cache, vLLM's pool of host memory, that pool with vLLM's file tier and with our node behind it,
-our connector, and LMCache's server, with memory shared with the engine and files behind. One engine for each, side by
-side, one thread, greedy, random weights in bf16. In each round each engine gets a new prompt that ends in the middle
-of a block: it computes and stores it, finds it in its own cache, and then with that cache emptied, twice, and, where
-there is a pool, with the pool emptied too. At last nodes and server are restarted, which empties their memory, and
-every prompt is found once more. Each answer is compared with that of the engine without anything.
+These are the engine's own prefix cache, vLLM's pool of host memory, that pool with vLLM's file tier or with our node
+behind it, our connector, and LMCache's server, with memory shared with the engine and files behind it. One engine runs
+for each, all at the same time, with one thread, greedy decoding, and random weights in bf16. In each round each engine
+gets a new prompt that ends in the middle of a block. It computes and stores the prompt, finds it in its own cache, then
+twice with that cache emptied and, where there is a pool, with the pool emptied as well. At the end the nodes and the
+server are restarted, which empties their memory, and every prompt is looked up once more. Each answer is compared with
+that of the plain engine.
 
-Written down are medians of the rounds, and how much longer than the bare engine's own cache each takes in the same
-round. vLLM's worker for GPUs is replaced by copies of the CPU (`tests.engines.cpu_pool`).
-It needs `.venv-engines` (`make bench-engines`); elsewhere it measures nothing, and says so.
+The results are medians of the rounds, and how much longer each way takes than a hit in the plain engine's own cache in
+the same round. vLLM's worker for GPUs is replaced by copies on the CPU (`tests.engines.cpu_pool`).
+It needs `.venv-engines` (`make bench-engines`); without it, it measures nothing and reports that.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _OWN, _POOL, _FILES, _TIER, _CONNECTOR, _LMCACHE = (
 )
 _OURS = {"kv_connector": "TriggerKvConnector", "kv_connector_module_path": None}
 _LMCACHE_CHUNK_TOKENS = 128
-# Milliseconds longer than the bare engine's own cache.
+# Milliseconds longer than the plain engine's own cache.
 _GOALS = {
     (_TIER, "own"): 1,
     (_CONNECTOR, "own"): 1,
@@ -72,7 +73,7 @@ _STORED_GOALS = {"TTFT": 1.02, "CPU": 1.05}
 
 
 def run(form: Form) -> None:
-    """Measure, and write down."""
+    """Measure, and record the results."""
     if find_spec("vllm") is None:
         print("There is no vLLM in this environment; make bench-engines has one.")
         return
@@ -122,7 +123,7 @@ class _Shape:
         self._said: dict[tuple[str, str], list[Said]] = defaultdict(list)
 
     def measure(self) -> None:
-        """All rounds, after one that warms up, and the restart."""
+        """Run all rounds, after one to warm up, and the restart."""
         prompts = [[[self._dice.randrange(3, 999) for _ in range(_TOKENS)]] for _ in range(1 + _ROUNDS)]
         answers = [self._round(number, prompt) for number, prompt in enumerate(prompts)]
         self._restart(prompts[0])
@@ -132,13 +133,13 @@ class _Shape:
                     self._say(number, way, "after a restart", prompt, answers[number])
 
     def _in_turns(self, number: int) -> list[str]:
-        """The ways, beginning with another one in each round; the bare engine always begins."""
+        """The ways, beginning with another one in each round, after the plain engine, which is always first."""
         ways = [way for way in self._engines if way != _OWN]
         first = number % len(ways)
         return [_OWN, *ways[first:], *ways[:first]]
 
     def _round(self, number: int, prompt: list[list[int]]) -> list[list[int]]:
-        """One prompt in every way; returns the bare engine's answer."""
+        """Run one prompt in every way; return the plain engine's answer."""
         answer: list[list[int]] | None = None
         for way in self._in_turns(number):
             computed = self._engines[way].say(prompt)
@@ -170,7 +171,7 @@ class _Shape:
             self._said[way, state].append(said)
 
     def _restart(self, probe: list[list[int]]) -> None:
-        """Nothing is in a node's or a server's memory afterwards, and the engines have found them again."""
+        """Restart nodes and server, so that their memory is empty, and wait until the engines have reconnected."""
         self._node.restart()
         self._server.kill()
         self._server.start()
@@ -184,7 +185,7 @@ class _Shape:
             until(is_found, f"{way} works again")
 
     def note(self, form: Form, name: str) -> None:
-        """Write down the medians, beside the bare engine's; and what each adds to a hit in its own cache."""
+        """Record the medians beside those of the plain engine, and how much each way adds to a hit in its own cache."""
         for (way, state), said in self._said.items():
             bare = self._said[_OWN, "computed" if state == "computed" else "own"]
             is_ours = state == "computed" and way in (_TIER, _CONNECTOR)

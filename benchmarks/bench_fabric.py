@@ -1,11 +1,11 @@
-"""Triggered operations against the provider's own: how much of the wire is left when a flag fires the puts.
+"""Triggered operations compared with the provider's own: the share of the wire speed that is left if a flag fires puts.
 
- - blocks put by a flag store, beside plain writes of the same provider by a C program that does nothing else;
- - the same beside the way of the CPU, which copies into memory that the NIC knows before it puts;
- - a flag's way, store to landed flag, beside an 8-byte write one way by that C program;
- - what arming costs, how fast armed puts go out, and what a fabric costs that has nothing to do.
+ - blocks put by a flag store, compared with plain writes of the same provider by a C program that does nothing else;
+ - the same, compared with the CPU path, which copies into registered memory before it puts;
+ - a flag's latency, from the store to the landed flag, compared with an 8-byte write one way by that C program;
+ - the cost of arming, the rate at which armed puts are sent, and the cost of an idle fabric.
 
-`sockets` with its own deferred work stands beside its plain writes without a goal: it is there to be right.
+`sockets` with its own deferred work is compared with its plain writes, but has no goal: it is there for correctness.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _label(length: int) -> str:
 
 
 def run(form: Form) -> None:
-    """All points, for the providers that this machine has."""
+    """Measure all points, for the providers of this machine."""
     offered = {provider.name for provider in load().providers() if provider.rma}
     for provider in _AGENTS:
         if provider in offered:

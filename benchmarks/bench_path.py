@@ -1,8 +1,8 @@
-"""The path of the product against what the machine gives: put landed, put written, get, and the CPU's way.
+"""The product's data path compared with what the machine can do: put landed, put written, get, and the CPU path.
 
-`landed` is held against the provider's own writes, `written` and `get` against the smaller of that and the bare
-drive, all measured in turns. The flag's latency is from the store to the acknowledgement in the client's memory,
-for one block at a time, beside a bare write and its acknowledgement.
+`landed` is compared with the provider's own writes, `written` and `get` with the slower of these and the plain drive,
+all measured in alternation. The flag's latency is from the store to the acknowledgement in the client's memory, for one
+block at a time, compared with a plain write and its acknowledgement.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _TOTAL = 64 << 20
 _SIZES = ((32 << 10, "32 KiB"), (256 << 10, "256 KiB"), (1 << 20, "1 MiB"), (4 << 20, "4 MiB"))
 _LATENCY_ROUNDS_MAX = 50
 _WAIT_S = 60.0
-_CAPACITY = "2GiB"  # the largest that is filled with zeros when it is made
+_CAPACITY = "2GiB"  # the largest that is filled with zeros when it is created
 
 
 class _Path(PathBlocks):
-    """The path as rates, and the CPU's way beside it."""
+    """The rates of the path, and of the CPU path."""
 
     @property
     def total_bytes(self) -> int:
@@ -55,12 +55,12 @@ class _Path(PathBlocks):
 
 
 def _rounds(block_bytes: int) -> int:
-    """How often one block is timed, so that the drive has room for all of them."""
+    """How often one block is timed; the drive has room for all of them."""
     return min(_LATENCY_ROUNDS_MAX, _TOTAL // block_bytes)
 
 
 def run(form: Form) -> None:
-    """All points."""
+    """Measure all points."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
         for block_bytes, label in _SIZES:
             home = Path(folder).resolve() / str(block_bytes)

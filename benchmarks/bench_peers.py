@@ -1,16 +1,17 @@
-"""Us beside Redis, the bare fabric and the bare drive: the same blocks, in one run, as the caller sees it.
+"""triggerkv compared with Redis, the plain fabric and the plain drive: the same blocks in one run, as callers see them.
 
-What always holds: the contenders take turns, each once a round, and the order rotates. Every time is wall time from
-calling put, or get, or storing the flag, until the caller has been told. Ratios are medians of rounds. What is put is
-deleted again, untimed, so nobody has to make room. `TRIGGERKV_PEERS_ROUNDS` says how many rounds; five are the default.
+What always holds: the contenders take turns, each once a round, and the order rotates. Every time is wall time from the
+call of put or get, or the store to the flag, until the caller has the result. Ratios are medians of rounds. Blocks are
+deleted after each round, untimed, so that no contender evicts. `TRIGGERKV_PEERS_ROUNDS` is the number of rounds; five
+by default.
 
  - *us*: a node as `kvstore serve` starts it, and `ours.py`, a client process that uses the Python API.
- - *redis*: Debian's Redis over TCP on loopback that keeps nothing, and `redis_client.c`, over hiredis. *redis,
-   everysec* is one with an append-only file, whose SET survives a SIGKILL of the server, as our `written` does.
- - *fabric*: plain writes of the node's provider and a word that comes back. *drive*: io_uring with O_DIRECT, at
-   depth 16 for batches, one operation for one block.
+ - *redis*: Debian's Redis over TCP on loopback without persistence, and `redis_client.c`, over hiredis. *redis,
+   everysec* has an append-only file, so a SET survives a SIGKILL of the server, as our `written` does.
+ - *fabric*: plain writes of the node's provider, and a word in return. *drive*: io_uring with O_DIRECT, at depth 16 for
+   batches, one operation for one block.
 
-`landed` of Redis is a SET, `hot` a GET. `cold` is read after a restart of the node; Redis has nothing of that kind.
+For Redis, `landed` is a SET and `hot` a GET. `cold` is read after a restart of the node; Redis has no counterpart.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ _CLIENTS = 4
 _CLIENT_CALLS = 2
 _KILLS, _KILL_BATCH, _KILL_CALLS = 3, 64, 4
 _IDLE_S = 2.0
-_IDLE_AFTER_S = 5.0  # by then a node ticks as slowly as it ever does
+_IDLE_AFTER_S = 5.0  # after which an idle node ticks at its lowest rate
 _READABLE = 16
 
 
 def run(form: Form, results: Path = Path("build/bench")) -> None:
-    """All points; every cell goes to `peers.cells.json`, beside them."""
+    """Measure all points; every cell goes to `peers.cells.json`, beside them."""
     rounds = int(os.environ.get("TRIGGERKV_PEERS_ROUNDS", "5"))
     cells = Cells()
     with tempfile.TemporaryDirectory(dir=".") as folder:
@@ -80,7 +81,7 @@ def _client(node: NodeProcess) -> Worker:
 
 
 def _beside(cells: Cells, home: Path, size: int, shapes: Sequence[Shape], rounds: int) -> None:
-    """All contenders with blocks of one size. A round before the first is thrown away."""
+    """All contenders with blocks of one size. The first round is discarded."""
     home.mkdir()
     slots = max(shape.batch * shape.window for shape in shapes)
     with ExitStack() as stack:
@@ -103,7 +104,7 @@ def _beside(cells: Cells, home: Path, size: int, shapes: Sequence[Shape], rounds
 
 
 def _alone(form: Form, home: Path, rounds: int) -> None:
-    """What only we have: puts armed ahead, a node with nothing to do; and whether what has landed can be read."""
+    """What only triggerkv has: puts armed ahead and an idle node; also whether landed blocks can be read."""
     home.mkdir()
     with NodeProcess(home / "node", capacity=_CAPACITY) as node, _client(node) as client:
         client.ask("open", _SMALL, _AHEAD)
@@ -142,7 +143,7 @@ def _alone(form: Form, home: Path, rounds: int) -> None:
 
 
 def _many(form: Form, home: Path, shape: Shape, rounds: int) -> None:
-    """Four clients, four processes, against one of them, of us and of Redis."""
+    """Four clients in four processes compared with one of them, for triggerkv and for Redis."""
     home.mkdir()
     with ExitStack() as stack:
         node = stack.enter_context(NodeProcess(home / "node", capacity=_CAPACITY))
@@ -177,13 +178,13 @@ def _compare_clients(form: Form, shape: Shape, rates: Mapping[tuple[str, str, in
         for name, goal in (("us", 1.0), ("redis", None)):
             metric = f"{name}: {_CLIENTS} clients against 1, {kind}, {shape.title}"
             several, one = rates[name, kind, _CLIENTS], rates[name, kind, 1]
-            count = min(len(several), len(one))  # a round that an error ended has no rate
+            count = min(len(several), len(one))  # a round that ended with an error has no rate
             if count:
                 form.pairs(metric, "GB/s", several[:count], one[:count], goal=goal)
 
 
 def _together(clients: Sequence[Worker], shape: Shape) -> dict[str, float]:
-    """All of them at the same time: bytes of all from the first call to the last answer."""
+    """Run all of them at the same time: total bytes, from the first call to the last answer."""
 
     def all_of(*words: object) -> list[Timed]:
         for client in clients:
@@ -210,7 +211,7 @@ def _together(clients: Sequence[Worker], shape: Shape) -> dict[str, float]:
 
 
 def _killed(form: Form, home: Path) -> None:
-    """SIGKILL right after the last acknowledgement; how many of the acknowledged blocks are there after a restart."""
+    """Send SIGKILL right after the last acknowledgement; return how many acknowledged blocks survived the restart."""
     home.mkdir()
 
     def share(server: NodeProcess | Redis, client: Worker, how: str) -> float:

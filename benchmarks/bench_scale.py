@@ -1,8 +1,8 @@
-"""What a block costs when there are many: a store of one million blocks beside one of ten, on sparse drives.
+"""The cost per block when there are many: a store of one million blocks compared with one of ten, on sparse drives.
 
-The blocks are made up in the index, as a clean close would have left them. For the opening that has no index and scans,
-a smaller store has its headers on the drive as well. Payloads are nowhere: nothing here reads any. Openings are single
-runs, for one of ten million blocks takes a minute.
+The blocks are written to the index only, as a clean close would have left them. For the opening without an index, which
+scans the drive, a smaller store also has its headers on the drive. There are no payloads, because nothing here reads
+them. Each opening is measured once, because opening ten million blocks takes a minute.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _PREFIX = 1000
 
 
 def _key(number: int) -> bytes:
-    """Keys as random as digests are, and to be found again by number."""
+    """Keys as random as digests, which can be computed again from their numbers."""
     return random.Random(number).randbytes(KEY_BYTES)
 
 
 def _made(data: Path, blocks: int, length: int) -> None:
-    """A closed store that has so many blocks."""
+    """A closed store with this many blocks."""
     data.mkdir()
     with (data / "drive-0.kv").open("wb") as drive_file:
         drive_file.truncate(_capacity_bytes(blocks, length))
@@ -76,7 +76,7 @@ def _batches(drive: Drive, blocks: int, length: int) -> Iterator[list[tuple[tupl
 
 
 def _write_headers(data: Path) -> None:
-    """Put the header of every block of the index onto the drive."""
+    """Write the header of every block of the index to the drive."""
     with Store.open(data, capacity_bytes=None, clock=SystemClock()) as store:
         (drive,) = store.drives
         fd = os.open(data / "drive-0.kv", os.O_WRONLY)
@@ -94,7 +94,7 @@ def _write_headers(data: Path) -> None:
 
 
 def run(form: Form) -> None:
-    """All points."""
+    """Measure all points."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
         home = Path(folder).resolve()
         _scanned(form, home / "scanned")
@@ -116,7 +116,7 @@ def _resident_bytes() -> int:
 
 
 def _opened(form: Form, data: Path, millions: int) -> dict[str, float]:
-    """Open it with its index, look things up, put things in; returns what each costs a block."""
+    """Open the store with its index, look blocks up and put some; return the cost of each per block."""
     blocks = millions * _MILLION
     before_bytes = _resident_bytes()
     start = time.perf_counter()
@@ -166,7 +166,7 @@ def _median_us(work: Callable[[], object], units: int) -> float:
 
 
 def _scanned(form: Form, data: Path) -> None:
-    """Open it without its index, beside bare reads of the same headers."""
+    """Open the store without its index, compared with plain reads of the same headers."""
     _made(data, _SCANNED, _SCANNED_LENGTH)
     _write_headers(data)
 

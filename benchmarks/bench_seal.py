@@ -1,11 +1,11 @@
-"""What encryption costs: two nodes on one machine, alike but for a master key, in turns.
+"""The cost of encryption: two nodes on one machine that differ only in a master key, measured in alternation.
 
-A client puts batches that are `written`, and gets them when they are no longer in the node's memory. For each node: the
-CPU time that its process used, a gigabyte, and the rate that the caller saw. Between two rounds the same library
-encrypts as much by itself, from memory to memory, in messages of the same size: no encryption can cost less than
-that, unless it takes over work that is done in the clear, such as the copy of a get. A cost meets its goal if it is at
-most 0.15 CPU seconds a GB, or within 1/0.85 of what the library takes in the same rounds; `of its goal` is the smaller
-of both as a share of its bound.
+A client puts batches until they are `written`, and gets them when they are no longer in the node's memory. Measured for
+each node: the CPU time of its process per gigabyte, and the rate that the caller sees. Between two rounds the same
+library encrypts as many bytes on its own, from memory to memory, in messages of the same size. No encryption can cost
+less than that, unless it replaces work that is done without it, such as the copy of a get. A cost meets its goal if it
+is at most 0.15 CPU seconds per GB, or within 1/0.85 of the library's cost in the same rounds; `of its goal` is the
+smaller of the two as a share of its bound.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _SIZES = ((32 * _KIB, 2048), (256 * _KIB, 512), (_MIB, 128), (4 * _MIB, 32))  # of a block; how many
 _ROUNDS = 15
 _OF_A_PROCESS = 2  # of a clock's number, as clock_getcpuclockid makes it: the CPU time of all threads
-_COST_GOAL = 0.15  # CPU seconds a GB more than without,
-_ALONE_GOAL = 1 / 0.85  # or of what the library takes by itself
-_ALONE_BYTES = 64 * _MIB  # more than a cache has
+_COST_GOAL = 0.15  # additional CPU seconds per GB,
+_ALONE_GOAL = 1 / 0.85  # or this many times the cost of the library alone
+_ALONE_BYTES = 64 * _MIB  # larger than a cache
 
 
 class _Side:
@@ -101,7 +101,7 @@ def _compare(form: Form, plain: _Side, sealed: _Side, size: int, count: int) -> 
 
 
 def _round(side: _Side, size: int, count: int) -> dict[str, tuple[float, float]]:
-    """CPU seconds a GB of the node, and GB/s as the caller sees it."""
+    """CPU seconds per GB of the node, and GB/s as the caller sees it."""
     gigabytes = size * count / 1e9
     found = {}
     with allocate(size * count) as memory, side.client.register(memory) as region:
@@ -121,7 +121,7 @@ def _round(side: _Side, size: int, count: int) -> dict[str, tuple[float, float]]
 
 
 def _fill_memory(side: _Side) -> None:
-    """Have other blocks in the node's memory."""
+    """Fill the node's memory with other blocks."""
     size, count = 4 * _MIB, 64
     with allocate(size) as memory, side.client.register(memory) as region:
         blocks = [Block(secrets.token_bytes(32), region, 0, size) for _ in range(count)]
@@ -131,7 +131,7 @@ def _fill_memory(side: _Side) -> None:
 
 
 class _Library:
-    """What encrypts, by itself."""
+    """The encryption library on its own."""
 
     def __init__(self) -> None:
         self._from = ffi.from_buffer(allocate(_ALONE_BYTES))
@@ -139,7 +139,7 @@ class _Library:
         self._of = ffi.new("struct tk_aead *")
 
     def s_a_gb(self, size: int) -> float:
-        """CPU seconds a GB, of messages of this size."""
+        """CPU seconds per GB, for messages of this size."""
         began = time.process_time()
         for at in range(0, _ALONE_BYTES - size + 1, size):
             self._of.nonce = at.to_bytes(aead.NONCE_BYTES)

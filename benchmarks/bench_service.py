@@ -1,7 +1,8 @@
-"""The service beside what fabric, drive, TCP and gRPC give by themselves: rates, latencies, CPU, and many sessions.
+"""The service compared with the plain fabric, drive, TCP and gRPC: rates, latencies, CPU time, and many sessions.
 
-A put's latency is from the store to the flag word to the acknowledgement in the client's memory, of blocks that were
-reserved and armed before. A get's is the whole call. `hot` is answered from the node's memory, `cold` from its drive.
+A put's latency is from the store to the flag word to the acknowledgement in the client's memory, for blocks that were
+reserved and armed before. A get's latency is that of the whole call. `hot` is answered from the node's memory, `cold`
+from its drive.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _SMALL, _BATCH = 32 * _KIB, 64
 _ROUNDS = 60
 _IDLE_US = 2000
 _CPU_ROUNDS = 6
-_CAPACITY = "2GiB"  # the largest that is filled with zeros when it is made
+_CAPACITY = "2GiB"  # the largest that is filled with zeros when it is created
 _WAIT_S = 60.0
 _STREAMED = 32
 _LAYERS = 8
@@ -55,7 +56,7 @@ _FEW, _MANY, _AT_ONCE, _RESUMES = 8, 1000, 8, 400
 
 
 def run(form: Form) -> None:
-    """All points."""
+    """Measure all points."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
         home = Path(folder).resolve()
         for block_bytes, count, goal in _SIZES:
@@ -114,7 +115,7 @@ def _rates(form: Form, home: Path, block_bytes: int, count: int, drive_goal: flo
 
 
 def _cpu(form: Form, pid: int, path: PathBlocks, count: int) -> None:
-    """What a gigabyte costs in CPU time, node and client together."""
+    """The CPU time per gigabyte, of node and client together."""
     gigabytes = count * path.block_bytes / 1e9
 
     def spent(work: Callable[[], object]) -> float:
@@ -139,7 +140,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _push_out(others: PathBlocks) -> None:
-    """Have none of the blocks that were put before in the node's memory."""
+    """Evict all blocks that were put before from the node's memory."""
     for _ in range(int(1.25 * HOT_BYTES_DEFAULT) // (others.count * others.block_bytes)):
         others.put(others.count)
 
@@ -148,7 +149,7 @@ class _Small:
     """Blocks of 32 KiB, one at a time or 64."""
 
     def __init__(self, client: Client, flags: FlagWords, others: PathBlocks) -> None:
-        """`others` push blocks out of the node's memory."""
+        """`others` evict blocks from the node's memory."""
         self._client, self._flag, self._others = client, flags[0], others
         self._source = client.register(allocate(_BATCH * _SMALL))
         self._target = client.register(allocate(_BATCH * _SMALL))
@@ -168,7 +169,7 @@ class _Small:
         ]
 
     def put_us(self, *, written: bool, idle_us: int) -> float:
-        """One after the other, each by a store of its own."""
+        """Put blocks one after the other, each by its own store."""
         self._flag.store(0)
         self._stored = self._fresh(_ROUNDS)
         puts = self._client.arm(self._stored, self._flag)
@@ -185,7 +186,7 @@ class _Small:
         return statistics.median(end - begin for begin, end in zip(begun_ns, ended_ns, strict=True)) / 1e3
 
     def get_us(self, *, cold: bool, idle_us: int) -> float:
-        """One after the other, each by a call of its own."""
+        """Get blocks one after the other, each by its own call."""
         self.put_us(written=True, idle_us=0)
         wanted = self._wanted(cold=cold)
         spent_ns = []
@@ -198,13 +199,13 @@ class _Small:
         return statistics.median(spent_ns) / 1e3
 
     def _wanted(self, *, cold: bool) -> list[Block]:
-        """What was put last, in the node's memory or not."""
+        """The latest blocks, in the node's memory or not."""
         if cold:
             _push_out(self._others)
         return [Block(block.key, self._target, block.offset, block.length) for block in self._stored]
 
     def puts_per_s(self, *, written: bool) -> float:
-        """Batches, from the reservation to the acknowledgements."""
+        """The rate of batches, from the reservation to the acknowledgements."""
         blocks = self._fresh(_BATCH, together=True)
         start_ns = time.monotonic_ns()
         self._flag.store(0)
@@ -363,7 +364,7 @@ def _resumed(form: Form, home: Path) -> None:
 
 
 def _sessions(form: Form, home: Path) -> None:
-    """A thousand sessions at once beside eight: each is resumed by one of eight threads, over and over."""
+    """A thousand sessions at once compared with eight: each is resumed by one of eight threads, repeatedly."""
     home.mkdir()
     size = _SESSION_BLOCKS * _SESSION_BLOCK
     with NodeProcess(home / "node", capacity=_CAPACITY) as node, Client(node.target) as client:

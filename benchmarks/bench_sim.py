@@ -1,7 +1,7 @@
-"""The simulator's own speed: its commands from start to end, its event core by the number of requests.
+"""The simulator's own speed: its commands as a whole, and its event core by the number of requests.
 
-There is no ceiling to hold it against but time itself; the goals are the project's. The shape is five stages, the
-last of them eight drives. Cost is linear if a request takes as long among ten million as among a hundred thousand.
+There is no ceiling to compare with; the goals are the project's. The modelled route has five stages, the last of which
+is eight drives. The cost is linear if a request takes as long among ten million as among a hundred thousand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOAD = 0.5
 
 
 def run(form: Form) -> None:
-    """All points."""
+    """Measure all points."""
     _command(form, "kvsim curve, the command", ["curve"], 1.0)
     with tempfile.TemporaryDirectory() as folder:
         figures = str(Path(folder) / "f.svg")
@@ -69,7 +69,7 @@ def _events(count: int) -> None:
 
 
 def _replay(form: Form) -> None:
-    """As many requests, and about as many tokens, as an hour of a published conversation trace has."""
+    """As many requests, with about as many tokens, as an hour of a published conversation trace."""
     work = chats(
         Chats(sessions=2400, sessions_per_s=0.7, system_tokens=9000, turn_tokens=800, answer_tokens=340)
     )

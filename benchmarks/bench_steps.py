@@ -1,12 +1,11 @@
-"""What the connector costs a step of vLLM's, with its node alive, slow, stopped and dead.
+"""The cost of the connector per step of vLLM, while its node is alive, slow, stopped or dead.
 
-A Llama of 32 layers x 64 in bf16 with random weights, one thread, blocks of 128 tokens: a prompt of 8,192 tokens is
-2,048 pages of 16 KiB. One request decodes all the time; then the prompt comes, in chunks of 512 tokens, and gets 64
-tokens of answer. Every step is timed, in turns, of an engine without our connector, of one with it, of one with vLLM's
-own pool of host memory, and of one with our node as a tier behind such a pool; and what of it passes in the connector's
-calls. A slow node runs for 10 of every 100 ms; a stopped one has got SIGSTOP, a dead one
-SIGKILL.
-It needs `.venv-engines` (`make bench-engines`); elsewhere it measures nothing, and says so.
+The model is a Llama of 32 layers x 64 in bf16 with random weights, with one thread and blocks of 128 tokens: a prompt
+of 8,192 tokens is 2,048 pages of 16 KiB. One request decodes all the time. Then the prompt arrives, in chunks of 512
+tokens, and gets an answer of 64 tokens. Every step is timed, in alternation for four engines: without our connector,
+with it, with vLLM's own pool of host memory, and with our node as a tier behind such a pool; also how much of it is
+spent in the connector's calls. A slow node runs for 10 of every 100 ms; a stopped one got SIGSTOP, a dead one SIGKILL.
+It needs `.venv-engines` (`make bench-engines`); without it, it measures nothing and reports that.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _POOL_BYTES = 128 << 20
 
 
 def run(form: Form) -> None:
-    """Measure, and write down."""
+    """Measure, and record the results."""
     if find_spec("vllm") is None:
         print("There is no vLLM in this environment; make bench-engines has one.")
         return

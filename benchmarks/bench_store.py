@@ -1,7 +1,7 @@
-"""The store against the drive: puts and gets beside a bare io_uring loop over a file next to it, the index beside LMDB.
+"""The store compared with the drive: puts and gets with a plain io_uring loop over another file, the index with LMDB.
 
-Both sides move the same bytes in records of the same size at the same depth, in turns. The store's side includes the
-CRC of every payload, headers, the index and the reports; it runs without a fabric, as the node's loop drives it.
+Both sides move the same bytes in records of the same size at the same depth, in alternation. The store's side includes
+the CRC of every payload, headers, the index and the reports; it runs without a fabric, driven as by the node's loop.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _WAIT_S = 60.0
 
 
 class _Blocks:
-    """A store and a batch of slots, put and got over and over under fresh names."""
+    """A store and a batch of slots, put and got repeatedly under new names."""
 
     def __init__(self, store: Store, length: int, *, forgets: bool = False) -> None:
-        """With `forgets`, what was put before is deleted first, and not timed, so that nothing need be evicted."""
+        """With `forgets`, earlier blocks are deleted first, untimed, so that nothing has to be evicted."""
         self._store, self._length, self._forgets = store, length, forgets
         self._slot_bytes = HEADER_BYTES + length
         self._count = min(_TOTAL // self._slot_bytes, BATCH_BLOCKS_MAX)
@@ -86,7 +86,7 @@ class _Blocks:
         self._ended += len(batch)
 
     def put_gbps(self) -> float:
-        """Put all; the CRC of a block is made while the drive has the ones before it."""
+        """Put all; the CRC of a block is computed while the drive writes earlier ones."""
         if self._forgets:
             self._forget()
         run, self._ended = next(self._names), 0
@@ -112,7 +112,7 @@ class _Blocks:
         self._ended += len(batch)
 
     def latencies_us(self, count: int, per_s: float) -> list[float]:
-        """Get blocks one by one, begun at this rate whether or not the ones before have ended; how long each took."""
+        """Get blocks one by one, starting at this rate whether or not earlier gets have ended; return each time."""
         begun_ns: dict[int, int] = {}
         spent_us: list[float] = []
 
@@ -158,7 +158,7 @@ class _Blocks:
 
 
 def run(form: Form) -> None:
-    """All points."""
+    """Measure all points."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
         home = Path(folder).resolve()
         for length, goal in _SIZES:
@@ -199,7 +199,7 @@ def _against_the_drive(form: Form, home: Path, length: int, goal: float | None) 
 
 
 def _evicting(form: Form, home: Path, length: int) -> None:
-    """Puts that make others go, beside puts for which there is room."""
+    """Puts that evict other blocks, compared with puts for which there is room."""
     with (
         Store.open(home / "full", capacity_bytes=3 * _TOTAL, clock=SystemClock()) as full,
         Store.open(home / "roomy", capacity_bytes=3 * _TOTAL, clock=SystemClock()) as roomy,
@@ -218,7 +218,7 @@ def _evicting(form: Form, home: Path, length: int) -> None:
 
 
 def _half_load(form: Form, home: Path) -> None:
-    """How long a get of 1 MiB takes when gets come at half the rate that the store can keep up with."""
+    """The latency of a get of 1 MiB if gets arrive at half the rate that the store can sustain."""
     with Store.open(home, capacity_bytes=_CAPACITY, clock=SystemClock()) as store:
         blocks = _Blocks(store, _MIB)
         blocks.put_gbps()
@@ -230,7 +230,7 @@ def _half_load(form: Form, home: Path) -> None:
 
 
 class _Names:
-    """Fresh names in batches of 64, as the node makes them, and how fast something takes or finds them."""
+    """New names in batches of 64, as the node makes them, and the rate at which they are added or looked up."""
 
     def __init__(self, take: Callable[[list[bytes]], object], find: Callable[[list[bytes]], object]) -> None:
         self._take, self._find = take, find
@@ -252,7 +252,7 @@ class _Names:
 
 
 def _index(form: Form, home: Path) -> None:
-    """The ceiling is LMDB with the same keys and values and nothing else."""
+    """Compare with LMDB with the same keys and values and nothing else."""
     (home / "bare").mkdir()
     index = Index.empty(home / "index", 1 << 30)
     bare = lmdb.open(
@@ -286,7 +286,7 @@ def _index(form: Form, home: Path) -> None:
 
 
 def _hot(form: Form) -> None:
-    """What finding a block in memory costs; its bytes are sent from where they lie."""
+    """The cost of finding a block in memory, from where its bytes are sent."""
     pages, wanted = HotPages(1 << 16, lambda: None), 10_000
     for generation in range(1, wanted + 1):
         piece = pages.take(2)

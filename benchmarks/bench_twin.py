@@ -1,14 +1,14 @@
-"""The simulator's twin of a real node, and of a real cluster of three, held against them.
+"""The simulator's twin of a real node, and of a real cluster of three, compared with measurements of them.
 
-A round first profiles the machine: gets from the node's memory, from its drive, of blocks that are not there, and puts,
-with one, two and four clients, at the ends of a range of block sizes and of blocks a request. From that alone the twin
-(`sim.replay.twin`) predicts each point: other sizes, other numbers of clients, chats that follow up and are evicted,
-three nodes. Then the points are measured. What was measured there is used by no prediction, and a profile by none but
-those of its own round, for a shared machine is twice as fast in one minute as in the next.
+A round first profiles the machine: gets from the node's memory, gets from its drive, gets of missing blocks, and puts,
+with one, two and four clients, at both ends of a range of block sizes and of blocks per request. From that alone the
+twin (`sim.replay.twin`) predicts each point: other sizes, other numbers of clients, chats with follow-up turns and
+evictions, three nodes. Then the points are measured. No prediction uses a measured point, or a profile of another
+round, because a shared machine may be twice as fast in one minute as in the next.
 
-What always holds: a point's error is that of the median round; every byte that comes back is looked at. The goal is a
-median error of 25 % over all points, for each of gets a second, p50 and p99 of a get; and the same hit rate, to a
-hundredth. `TRIGGERKV_TWIN_ROUNDS` says how many rounds; three are the default.
+What always holds: a point's error is that of the median round; every byte that comes back is checked. The goal is a
+median error of 25 % over all points, for each of gets per second, p50 and p99 of a get; and the same hit rate, to a
+hundredth. `TRIGGERKV_TWIN_ROUNDS` is the number of rounds; three by default.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _SIZES = (64 * _KIB, 160 * _KIB, 512 * _KIB)
 _COUNTS = (1, 6, 16)
 _CLIENTS = (1, 2, 4)
 _USERS = 12
-_GETS, _PUTS, _TURNS = 100, 16, 3  # of a shape in the profile
-_EDGE = 0.05  # of a client's requests, at both ends, that do not count there
+_GETS, _PUTS, _TURNS = 100, 16, 3  # per shape in the profile
+_EDGE = 0.05  # share of each client's requests, at both ends, that does not count
 _POINT_GETS, _CHATS_GETS = 480, 480
 _FILLS, _REPLAYS = 5, 9
 _HOT = 512 * _MIB
-_CAPACITY, _CHATS_BLOCKS = "1GiB", 768  # as many of the chats' blocks make a drive
+_CAPACITY, _CHATS_BLOCKS = "1GiB", 768  # how many of the chats' blocks fill a drive
 
 
 class _Side(NamedTuple):
@@ -101,7 +101,7 @@ def _open(stack: ExitStack, home: Path, clients: int, *, nodes: int = 1, capacit
 
 
 class _Names:
-    """Blocks that nobody has named yet."""
+    """Blocks under new names."""
 
     def __init__(self) -> None:
         self._next = count()
@@ -111,7 +111,7 @@ class _Names:
 
 
 def _dealt(requests: Sequence[tuple[int, list[int]]], clients: int) -> list[Requests]:
-    """Each user's requests go to one client, in their order."""
+    """Assign each user's requests to one client, in their order."""
     return [[one for one in requests if one[0] % clients == client] for client in range(clients)]
 
 
@@ -119,12 +119,12 @@ def _dealt(requests: Sequence[tuple[int, list[int]]], clients: int) -> list[Requ
 
 
 def _lacking(blocks: int) -> int:
-    """How many are missing of a request in the profile that has some."""
+    """How many blocks of a request in the profile are missing, if some are."""
     return max(1, blocks // 4)
 
 
 class _Profiler:
-    """Measures the machine a slice at a time; what was measured before counts as well."""
+    """Measures the machine in slices; earlier slices count as well."""
 
     def __init__(self, memory: _Side, writing: _Side, names: _Names) -> None:
         self._memory, self._writing, self._names = memory, writing, names
@@ -137,7 +137,7 @@ class _Profiler:
                 memory.run(size, [self._sets[size, blocks]])
 
     def slice(self, load: Load) -> None:
-        """What is around a load: the sizes, the numbers of blocks and of clients next to its own."""
+        """Measure around a load: the sizes, numbers of blocks and numbers of clients next to its own."""
         asked = {len(blocks) for todo in load.requests for _, blocks in todo}
         clients = _around(_CLIENTS, {len(load.requests)})
         self._shapes(
@@ -148,7 +148,7 @@ class _Profiler:
         )
 
     def begin(self) -> None:
-        """Forget what was measured until now, the first touch of everything, and measure all of it once."""
+        """Discard what was measured so far, including first accesses of memory, and measure everything once."""
         self._seen.clear()
         self._shapes(_CLIENTS, _SIZES, _COUNTS, puts=True)
 
@@ -162,13 +162,13 @@ class _Profiler:
                     self._puts(clients, size, counts)
 
     def _gets(self, clients: int, size: int, counts: Sequence[int]) -> None:
-        """Of what is in memory, small and large ones by turns."""
+        """Gets of blocks in memory, small and large ones in alternation."""
         stored = [one for blocks in counts for one in self._sets[size, blocks]]
         asked = [stored[self._rng.randrange(len(stored))] for _ in range(_GETS * len(counts))]
         self._note(clients, size, self._memory.run(size, _dealt(asked, clients)))
 
     def _puts(self, clients: int, size: int, counts: Sequence[int]) -> None:
-        """And gets, of what is not there and of what is there in part: a chat's beginning and some of its turns."""
+        """Gets of blocks that are missing or partly stored, and puts: a chat's first turn and some later ones."""
         begun: list[Requests] = []
         for blocks in counts:
             for user in range(_PUTS):
@@ -181,10 +181,10 @@ class _Profiler:
         self._note(clients, size, self._writing.run(size, together))
 
     def _note(self, clients: int, size: int, parts: Sequence[Sequence[Row]]) -> None:
-        """What each operation took; of what a client does between, all that is neither get nor put.
+        """Record the time of each operation, and the client's time between operations.
 
-        The first and the last of each client are left out, for the others are not all at it then; and requests of
-        which more was lacking than was meant, because it had been evicted.
+        The first and last operations of each client are left out, because not all clients are active then. So are
+        requests with more missing blocks than intended, because some had been evicted.
         """
 
         def add(kind: str, blocks: int, took_ns: int) -> None:
@@ -204,12 +204,12 @@ class _Profiler:
                 add("own, putting" if row.lacking else "own", row.blocks, own_ns)
 
     def profile(self) -> MachineProfile:
-        """By all that was measured so far."""
+        """The profile, from everything measured so far."""
         return MachineProfile(self._seen)
 
 
 def _around(known: Sequence[int], wanted: set[int]) -> list[int]:
-    """Those of the known that lie next to one that is wanted, on either side."""
+    """The measured values next to a wanted one, on either side."""
     below = {max(one for one in known if one <= value) for value in wanted}
     return sorted(below | {min(one for one in known if one >= value) for value in wanted})
 
@@ -225,7 +225,7 @@ class _Point(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What is compared."""
+    """The compared figures."""
 
     gets_per_s: float
     p50_s: float
@@ -241,7 +241,7 @@ class _Found(NamedTuple):
 
 
 def _expected(profile: MachineProfile, load: Load) -> _Found:
-    """The median of some replays, each of another stretch of the profile."""
+    """The median of some replays, each of another part of the profile."""
     found = [_Found.of(replay(profile, load, seed)) for seed in range(_REPLAYS)]
     return _Found(*map(statistics.median, zip(*found, strict=True)))
 
@@ -263,7 +263,7 @@ def _measured(point: _Point) -> _Found:
 def _points(
     memory: _Side, evicting: dict[int, _Side], three: _Side, names: _Names, capacity: dict[int, int]
 ) -> Iterator[_Point]:
-    """Gets out of memory at random; chats whose turns get what was said and put what is new, on a drive too small."""
+    """Random gets from memory; chats that get earlier turns and put new ones, on a drive too small for them."""
     rng = random.Random(2)
     for side, kib, blocks, clients in (
         *((memory, 128, 8, clients) for clients in (1, 2, 3, 4)),
@@ -318,15 +318,15 @@ def _point(
 
 
 def _capacity(side: _Side, kib: int, names: _Names) -> int:
-    """How many blocks a node keeps of more than fit: counted before, as the profile is, and a few times.
+    """How many blocks a node keeps if more are put than fit: counted in advance, as the profile is, several times.
 
-    The node evicts many at a time, so it keeps now more and now fewer.
+    The node evicts many at a time, so the number varies.
     """
     return round(statistics.fmean(_kept(side, kib, names) for _ in range(_FILLS)))
 
 
 def _kept(side: _Side, kib: int, names: _Names) -> int:
-    """Fill it, and look for the oldest one that is there."""
+    """Fill the node, and find the oldest block that is left."""
     wanted = 5 * _CHATS_BLOCKS // 4
     blocks = names.fresh(wanted)
     batches = [(0, blocks[at : at + _COUNTS[-1]]) for at in range(0, wanted, _COUNTS[-1])]
@@ -343,7 +343,7 @@ def _kept(side: _Side, kib: int, names: _Names) -> int:
 
 
 def run(form: Form, results: Path = Path("build/bench")) -> None:
-    """All points."""
+    """Measure all points."""
     rounds = int(os.environ.get("TRIGGERKV_TWIN_ROUNDS", "3"))
     names = _Names()
     pairs: dict[str, list[tuple[_Found, _Found]]] = {}
@@ -351,7 +351,7 @@ def run(form: Form, results: Path = Path("build/bench")) -> None:
         home = Path(folder).resolve()
         memory = _open(stack, home / "memory", max(_CLIENTS), capacity=_CAPACITY, hot=_HOT)
         writing = _open(stack, home / "writing", max(_CLIENTS), capacity=_CAPACITY, hot=_HOT)
-        # A drive of blocks of one size, as an engine's is: of several it also clears places for large ones.
+        # Each drive has blocks of one size, like an engine's. With several, a drive also clears room for large ones.
         evicting = {
             kib: _open(
                 stack, home / f"of {kib}", max(_CLIENTS), capacity=str(_CHATS_BLOCKS * kib * _KIB), hot=_HOT
@@ -362,7 +362,7 @@ def run(form: Form, results: Path = Path("build/bench")) -> None:
         capacity = {kib: _capacity(side, kib, names) for kib, side in evicting.items()}
         sides = [(_SIZES[0], memory), (_SIZES[0], writing), (_SIZES[0], three)]
         for size, side in (*sides, *((kib * _KIB, side) for kib, side in evicting.items())):
-            for user in range(_USERS):  # a client connects when it is first asked for something
+            for user in range(_USERS):  # a client connects at its first call
                 side.run(size, [[(user, names.fresh(1))] for _ in side.clients])
         profiler = _Profiler(memory, writing, names)
         for turn in range(1 + rounds):

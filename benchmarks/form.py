@@ -1,11 +1,11 @@
-"""The one form of every benchmark: a candidate, its ceiling, measured in turns on the same machine.
+"""The one form of every benchmark: a candidate and its ceiling, measured in alternation on the same machine.
 
-What always holds: candidate and ceiling run interleaved, at least five times each, so a machine that slows
-down slows both. `value` and `ceiling` are the medians of their runs; `ratio` is the median of the *paired*
-ratios, not the ratio of the medians, because the two runs of a pair saw the same minute of the machine.
-`ok` compares the ratio with the goal where there is a ceiling, else the value with the goal.
+What always holds: candidate and ceiling run interleaved, at least five times each, so if the machine slows down, both
+slow down. `value` and `ceiling` are the medians of their runs; `ratio` is the median of the *paired* ratios, not the
+ratio of the medians, because the two runs of a pair saw the same minute of the machine. `ok` compares the ratio with
+the goal if there is a ceiling, otherwise the value with the goal.
 
-What it doesn't do: fail. A missed goal is written down as `ok: false`; no test asserts a speed.
+What it doesn't do: fail. A missed goal is recorded as `ok: false`; no test asserts a speed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Form:
         self._clock_ns = clock_ns
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """How long one call takes; never zero, so that it can be divided by."""
+        """How long one call takes; never zero, so it can be a divisor."""
         start = self._clock_ns()
         work()
         return max(1, self._clock_ns() - start) * 1e-9
@@ -76,7 +76,7 @@ class Form:
         goal: float | None = None,
         lower_is_better: bool = False,
     ) -> Point:
-        """Write down a value that was measured elsewhere and has no ceiling."""
+        """Record a value that was measured elsewhere and has no ceiling."""
         ok = _judge(value, goal, lower_is_better=lower_is_better)
         return self._add(Point(metric, value, unit, goal=goal, ok=ok))
 
@@ -91,10 +91,10 @@ class Form:
         pairs: int = PAIRS_MIN,
         lower_is_better: bool = False,
     ) -> Point:
-        """Run both in turns and write down medians; each call returns one value in `unit`.
+        """Run both in alternation and record medians; each call returns one value in `unit`.
 
-        The order within a pair alternates, so that neither always runs on what the other left warm. One
-        pair before the first is thrown away.
+        The order within a pair alternates, so that neither always benefits from the other's warm caches. The first
+        pair is discarded.
         """
         if pairs < PAIRS_MIN:
             message = f"{metric}: {pairs} pairs are too few; at least {PAIRS_MIN}."
@@ -122,7 +122,7 @@ class Form:
         goal: float | None = None,
         lower_is_better: bool = False,
     ) -> Point:
-        """Write down pairs that were measured elsewhere, in turns."""
+        """Record pairs that were measured elsewhere, in alternation."""
         if min(ceilings) <= 0:
             message = f"{metric}: the ceiling measured {min(ceilings)} {unit}; it has to be above 0."
             raise ValueError(message)
@@ -148,14 +148,14 @@ class Form:
 
 
 def _replace(path: Path, document: object) -> None:
-    """Write the whole file or leave the old one."""
+    """Write the whole file, or keep the old one."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(document, indent=2) + "\n")
     partial.replace(path)
 
 
 def machine() -> dict[str, object]:
-    """What has to be known of the machine to read its numbers."""
+    """The properties of the machine that its numbers depend on."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")

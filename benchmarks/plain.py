@@ -1,4 +1,4 @@
-"""What the provider, and TCP, give without any code of ours: `plain_fabric.c` and `plain_tcp.c`."""
+"""The speed of the provider, and of TCP, without any of our code: `plain_fabric.c` and `plain_tcp.c`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _build(name: str, *libraries: str) -> Path:
 
 
 def tcp_round_trip_us(block_bytes: int, rounds: int, *, idle_us: int = 0) -> float:
-    """Bytes one way and eight back: between processes that spin, or, where they idle before each, that block."""
+    """Send bytes one way and eight bytes back, between processes that spin or, if they idle before each, that block."""
     how = "block" if idle_us else "spin"
     command: list[str | Path] = [_build("plain_tcp"), str(block_bytes), str(rounds), how, str(idle_us)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_WAIT_S)
@@ -29,7 +29,7 @@ def tcp_round_trip_us(block_bytes: int, rounds: int, *, idle_us: int = 0) -> flo
 
 
 class PlainFabric:
-    """Plain writes of the provider, and its words back and forth, between two processes that spin."""
+    """Plain writes of the provider, and words back and forth, between two processes that spin."""
 
     def __init__(self, provider: str) -> None:
         environment = os.environ | {"FI_SOCKETS_PE_WAITTIME": "0", "IPATH_NO_BACKTRACE": "1"}
@@ -49,7 +49,7 @@ class PlainFabric:
 
     @property
     def pids(self) -> tuple[int, int]:
-        """Who writes, and who is written to."""
+        """The processes that write and are written to."""
         return self._processes[0].pid, self._processes[1].pid
 
     def _tell(self, i: int, line: str) -> None:
@@ -64,17 +64,17 @@ class PlainFabric:
         return pipe.readline().strip()
 
     def gbps(self, block_bytes: int, blocks: int) -> float:
-        """Blocks written one after the other, until the word behind the last came back."""
+        """Write blocks one after the other, until the word after the last one has come back."""
         return block_bytes * blocks / self.write_ns(block_bytes, blocks)
 
     def write_ns(self, block_bytes: int, blocks: int) -> int:
-        """The same as nanoseconds."""
+        """The same in nanoseconds."""
         self._tell(1, "serve 1")
         self._tell(0, f"write {block_bytes} {blocks}")
         return int(self._answer(0))
 
     def one_way_us(self, rounds: int) -> float:
-        """An 8-byte word from one process to the other."""
+        """Send an 8-byte word from one process to the other."""
         self._tell(1, f"serve {rounds}")
         self._tell(0, f"word {rounds}")
         return int(self._answer(0)) / rounds / 2 / 1e3

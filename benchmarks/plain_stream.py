@@ -1,4 +1,4 @@
-"""What a one-way stream of gRPC gives without any of our code: chunks of bytes into another process, counted there."""
+"""The speed of a one-way gRPC stream without any of our code: chunks of bytes to another process, which counts them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WAIT_S = 60.0
 
 
 def sink() -> None:
-    """The other process: it counts what comes, until its standard input ends."""
+    """Run in the other process: count the received bytes, until standard input ends."""
 
     def count(chunks: Iterator[bytes], _: grpc.ServicerContext) -> bytes:
         return sum(map(len, chunks)).to_bytes(8)
@@ -55,7 +55,7 @@ class PlainStream:
         self._call: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(_METHOD)
 
     def gbps(self, data: bytes, times: int) -> float:
-        """Send the same bytes so many times, in chunks as large as ours."""
+        """Send the same bytes this many times, in chunks as large as ours."""
         chunks = [
             data[at : at + INLINE_CHUNK_BYTES] for at in range(0, len(data), INLINE_CHUNK_BYTES)
         ] * times

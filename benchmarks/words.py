@@ -1,6 +1,6 @@
-"""A word that two agents pass back and forth: what a flag's way costs from its store to the landed flag.
+"""A word that two agents pass back and forth: the latency of a flag from its store to the landed flag.
 
-Each side arms a chain of notifies beforehand: the next one fires when the peer's word has landed. So a round is twice a
+Each side arms a chain of notifies in advance: the next one fires when the peer's word has landed. So a round is twice a
 flag store that an agent sees, a put that it fires and a word that lands, and no Python runs in between.
 """
 
@@ -23,7 +23,7 @@ _PAGE = 4096
 
 
 class _End:
-    """One of the two."""
+    """One of the two ends."""
 
     def __init__(self, provider: str, *, deferred_work: bool) -> None:
         self.fabric = Fabric(provider, address="127.0.0.1", deferred_work=deferred_work)
@@ -41,7 +41,7 @@ class _End:
         self._base, self._key = int(base), int(key)
 
     def arm(self, rounds: int, *, first: bool) -> None:
-        """Pass the word on so many times. Who is first does so when the other has passed it back."""
+        """Pass the word on this many times. The first end passes it on once the other has passed it back."""
         start = self._start = self.passed
         self.passed += rounds
         notifies = [
@@ -68,7 +68,7 @@ class _End:
         arm(self.fabric, [self._kick])
 
     def wait(self) -> int:
-        """Until the last word was passed on; the nanoseconds since the second was."""
+        """Wait until the last word was passed on; return the nanoseconds since the second one."""
         ended_ns: dict[int, int] = {}
         while self.passed - 1 not in ended_ns and select.select([self.fabric], [], [], _WAIT_S)[0]:
             ended_ns |= {event.tag: event.time_ns for event in self.fabric.reap()}
@@ -76,7 +76,7 @@ class _End:
 
 
 def bounce(provider: str, *, deferred_work: bool) -> None:
-    """The other process: for each number that it reads it passes the word back so often."""
+    """Run in the other process: for each number read, pass the word back that often."""
     end = _End(provider, deferred_work=deferred_work)
     with end.fabric:
         print(end.about, flush=True)
@@ -88,7 +88,7 @@ def bounce(provider: str, *, deferred_work: bool) -> None:
 
 
 class WordsBackAndForth:
-    """Our end, with the other one in a process of its own."""
+    """Our end; the other one is in its own process."""
 
     def __init__(self, provider: str, *, deferred_work: bool = False) -> None:
         self._end = _End(provider, deferred_work=deferred_work)
@@ -113,7 +113,7 @@ class WordsBackAndForth:
         self._process.stdin.flush()
 
     def one_way_us(self, rounds: int) -> float:
-        """From a flag's store to the landed flag, the mean of so many rounds back to back."""
+        """From a flag's store to the landed flag: the mean of this many consecutive rounds."""
         assert self._process.stdout is not None
         self._tell(str(rounds))
         self._process.stdout.readline()
@@ -122,7 +122,7 @@ class WordsBackAndForth:
         return self._end.wait() / (rounds - 2) / 2 / 1e3
 
     def close(self) -> None:
-        """End both."""
+        """End both processes."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(_WAIT_S)

@@ -1,6 +1,6 @@
-"""Chat resume: a session ends with one process and goes on in the next, which computes nothing twice.
+"""Chat resume: a session begins in one process and continues in the next, which computes nothing twice.
 
-Blocks are put as any others; the session says which of them, in order, are the chat.
+Blocks are put like any others; the session lists the chat's blocks in order.
 
     $ kvstore serve --data ./node &
     $ python examples/chat_resume.py
@@ -10,7 +10,7 @@ Blocks are put as any others; the session says which of them, in order, are the 
     $ python examples/chat_resume.py
     128 tokens from the node, 64 computed
 
-A chat that fills its memory, 64 blocks at the 17th run, begins anew.
+When a chat fills its memory, 64 blocks at the 17th run, it starts again.
 """
 
 from kvstore.client import Block, Client
@@ -36,7 +36,7 @@ with Client("127.0.0.1:7070", layout=b"my model, bf16") as client:
 
     chat = client.session("ada", "chat 7")
     try:
-        back = chat.resume(place)  # if a block is gone, it says how many before it are usable
+        back = chat.resume(place)  # if a block is missing, it has the number of usable blocks before it
         old, tokens = back.usable_blocks, back.usable_tokens
         if not back.is_whole:
             chat.truncate(old)

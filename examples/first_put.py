@@ -1,6 +1,6 @@
 """First put: a block goes to a node, and comes back.
 
-What follows `$` is to be copied, and the lines below it are what it prints.
+Copy the commands after `$`; the lines below them are their output.
 
     $ kvstore serve --data ./node &
     $ python examples/first_put.py

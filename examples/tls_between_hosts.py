@@ -1,8 +1,7 @@
 r"""TLS between hosts: the node requires a token, and the client a certificate of the node.
 
-The first three commands are for the node's host; the client's needs `certs/ca.pem` and `token`. Here both are this
-machine: say the node's own name or address instead of 127.0.0.1, in all places, and open its ports
-(docs/operating.md).
+Run the first three commands on the node's host; the client's host needs `certs/ca.pem` and `token`. Here both are this
+machine: replace 127.0.0.1 everywhere by the node's own name or address, and open its ports (docs/operating.md).
 
     $ kvstore certificates certs --node 127.0.0.1
     $ kvstore token --out token | awk '{print "[acme]\ntokens_sha256 = [\"" $2 "\"]"}' > tenants.toml

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from kvstore.engines.transformers import CacheStore
 
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-tokens = torch.arange(5, 505).unsqueeze(0)  # what was said so far
+tokens = torch.arange(5, 505).unsqueeze(0)  # the conversation so far
 
 with CacheStore("127.0.0.1:7070", model) as store:
     chat = store.session("ada", "chat 7")

@@ -1,6 +1,6 @@
 """vLLM: a prompt that one engine has computed is loaded by the next one, from the node.
 
-MODEL is any that vLLM serves. The connector is for KV in host memory (vLLM for CPUs); on a GPU the tier of
+MODEL is any model that vLLM serves. The connector is for KV in host memory (vLLM for CPUs); on a GPU the tier of
 docs/engines.md takes its place, with the same two commands.
 
     $ kvstore serve --data ./node &

@@ -10,11 +10,11 @@ needs no fabric library:
 - `Client`, `ClusterClient` (several nodes), `AsyncClient` and `AsyncClusterClient` (both for asyncio);
   `help(kvstore.Client)` has examples of all calls;
 - `Block` and `block_key`: a block, and its key; `FlagWords`: words whose values fire puts;
-- `Hit`, `Miss` and `MissReason`: what a get gives; `Durability`: what a put reaches; `KvError`: all errors.
+- `Hit`, `Miss` and `MissReason`: what a get returns; `Durability`: what a put reaches; `KvError`: all errors.
 
 `kvstore --help` lists the commands: `put`, `get`, `sessions`, `explain`, `doctor`, and others. `kvstore.names` makes
-keys, `kvstore.errors` has the errors, `kvstore.testing` has nodes for tests, `kvstore.engines` has adapters for
-vLLM, transformers, SGLang and LMCache. The other modules are the service's own.
+keys, `kvstore.errors` has the errors, `kvstore.testing` has nodes for tests. `kvstore.engines`, which is in the wheel
+triggerkv-engines, has adapters for vLLM, transformers, SGLang and LMCache. The other modules are the service's own.
 """
 
 from __future__ import annotations

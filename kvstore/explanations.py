@@ -61,9 +61,9 @@ DO = {
     Outcome.STRANDED: "The drives were full ({room}) and a block before these had been evicted: add drives, or"
     " protect sessions that return.",
     Outcome.CLEARED: "The drives were full ({room}) and fragmented: add drives, or use one block size.",
-    Outcome.EXPIRED: "Put them with a longer time to live, or without one.",
+    Outcome.EXPIRED: "Put the blocks with a longer time to live, or without one.",
     Outcome.QUOTA: "The tenant's quota was used up ({quota}): raise it, or store less.",
-    Outcome.DELETED: "They were deleted; put them again if that was a mistake.",
+    Outcome.DELETED: "The blocks were deleted; put them again if that was a mistake.",
     Outcome.CORRUPT: "The drive returned wrong bytes: run `kvstore fsck --payloads`, and check the drive.",
     Outcome.LAYOUT: "Reader and writer differ in model, type, block size or parallelism: give both the same layout.",
     Outcome.LENGTH: "Reader and writer differ in the size of a block: give both the same layout.",
@@ -76,7 +76,7 @@ DO = {
     Outcome.GIVEN_UP: "The caller gave up or died: check where the time went, or raise its timeout.",
     Outcome.NO_SESSION: "No turn was appended to that session, it expired, or it was removed: check `kvstore"
     " sessions`.",
-    Outcome.ERASED: "They were erased (`kvstore erase`); the audit log says when and for whom.",
+    Outcome.ERASED: "The blocks were erased (`kvstore erase`); the audit log says when and for whom.",
 }
 assert set(SAID) == set(Outcome)
 assert set(ASKED) == set(Kind)

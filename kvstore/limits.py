@@ -1,6 +1,7 @@
 """Every bound of the service, with the relations between them asserted at import.
 
-Nothing in this project grows without one of these. Names end in their unit.
+Nothing in `kvstore` grows without one of these. `nic_offload`, `kvcli` and `sim`, which can't import this, have their
+bounds at the top of the modules that check them. Names end in their unit.
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ MAP_PLACEMENTS_CACHED = 4  # of a cluster's maps
 PLACEMENTS_CACHED = 8  # orders of drives or nodes for all lots
 PLACEMENT_DRIVES_CACHED = 32  # drives or nodes whose lots are known, of 64 KiB each
 OWNERS_MAX = REPLICAS_MAX + 1  # of a block that a get asks for it
+OWNER_DRAWS_AT_ONCE = 1 << 19  # in memory, while the owners of all lots are computed
 CLUSTER_LOTS = 1 << 19  # of a new cluster; at 1,000 nodes the fullest has 1.1 times the mean
 CLUSTER_LOTS_MAX = 1 << 24  # of any
 ZONE_CHARACTERS_MAX = 64  # in a zone's name
@@ -304,6 +306,8 @@ INDEX_HEADERS_CHECKED_MAX = (
 )
 FREE_HEADERS_CHECKED_MAX = 256  # free extents, and as many of the oldest records, that are checked then too
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more is not recovered but reported
+SCAN_BATCH_RECORDS = 4096  # found by a scan, added to the index together
+EXTENTS_AT_ONCE = 4096  # of the C core's map, returned by one call
 HOT_BYTES_DEFAULT = 256 << 20  # memory through which reads go to clients, and in which they stay
 HOT_BYTES_MIN = 128 << 20
 COLD_BYTES_MAX = 16 << 20  # of blocks that the C core reads by itself at a time, and of the rooms for them,
@@ -463,6 +467,7 @@ ENGINE_SLOTS_BYTES = 64 << 20  # of the node's memory for puts of one engine
 ENGINE_MOVE_MS = 30_000  # for the blocks of one session of transformers
 ENGINE_MOVING_BYTES = 64 << 20  # of transformers' blocks in flight, unless one block is larger
 ENGINE_SLOTS_MAX = 64  # of one session of transformers
+LMCACHE_THREADS = 4  # of one connector
 LMCACHE_TASKS_MAX = 1024  # of one kind, waiting; further ones fail at once
 LMCACHE_FORMATS_MAX = 64  # known at a time
 LMCACHE_LOCK_MS = 60_000  # that LMCache's lock of a block is held
@@ -479,6 +484,13 @@ VLLM_SHUTDOWN_MS = 10_000  # for transfers to end, once the client is closed
 VLLM_ABSENT_MAX = 65_536  # keys that the node did not have a moment ago
 VLLM_ABSENT_NS = 1_000_000_000  # for which these are not requested again
 VLLM_QUEUED_MAX = 4096  # keys that wait for a look-up
+VLLM_QUEUED_AT_ONCE = 256  # of these, looked up or fetched by one call
+VLLM_LOOKUP_THREADS = 2
+VLLM_LOOKUP_TRIES = 8  # shorter lengths tried where a window has gaps
+VLLM_LOAD_THREADS = 2  # so that requests' loads don't wait for each other
+VLLM_TIER_STORING_PART = (
+    4  # one part in this many of the pool may wait to be stored, which delays its eviction
+)
 VLLM_TURNS_QUEUED_MAX = 256  # that wait for the node; while it is down further ones are not appended
 VLLM_TURN_TRIES = 5  # because a turn's last blocks may still be on their way to the drive
 VLLM_TURN_AGAIN_MS = 100  # between two tries

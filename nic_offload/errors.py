@@ -35,7 +35,7 @@ _STUCK = -errno.EDEADLK  # the C core's TK_STUCK
 
 
 def shown(value: object) -> str:
-    """A wrong value as a message shows it: on one line, and not longer than a sentence bears."""
+    """A wrong value for a message: on one line, and shortened if it is long."""
     try:
         text = repr(value).replace("\n", " ")
     except ValueError:
@@ -44,11 +44,11 @@ def shown(value: object) -> str:
 
 
 class KvError(Exception):
-    """Whatever this project raises on purpose. The message is one sentence a person can act on."""
+    """The base of all errors that this project raises on purpose. The message is one sentence a person can act on."""
 
 
 class UsageError(KvError):
-    """A mistake of the caller's, found on its own side before anything is sent. It never travels."""
+    """A caller's mistake, found before anything is sent."""
 
 
 class InvalidArgument(UsageError):
@@ -83,19 +83,19 @@ class NoProvider(FabricError):
 
 
 class FabricStuck(FabricError):
-    """The fabric's progress thread did not answer in time; every later call but `close` says so at once."""
+    """The fabric's progress thread did not answer in time; every later call except `close` raises this at once."""
 
 
 class NoMemory(FabricError):
-    """The machine gave no memory, or let no more of it be registered."""
+    """The machine has no memory left, or lets no more of it be registered."""
 
 
 class PortTaken(FabricError):
-    """Another socket of this machine listens on the address and port that an endpoint was to have."""
+    """Another socket of this machine listens on the address and port that an endpoint should use."""
 
 
 class PutFailed(FabricError):
-    """An armed put came to a terminal state other than done; the message names which."""
+    """An armed put ended in a state other than done, which the message names."""
 
 
 class RegionBusy(FabricError):

@@ -59,7 +59,7 @@ class _Words:
 
 @made_by("`FlagWords`")
 class FlagWord:
-    """One word. It keeps its memory mapped, also when its `FlagWords` is closed."""
+    """One word. Its memory stays mapped even after its `FlagWords` is closed."""
 
     __slots__ = ("_pointer", "_words", "address")
 

@@ -1,4 +1,4 @@
-"""What many tests need: a running node, and a client with a buffer."""
+"""Shared fixtures: a running node, and a client with a buffer."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ SMALL_HOT = "128MiB"  # the least that a node takes
 
 
 def small_node(data: Path, *, arguments: Sequence[str] = (), **more: Any) -> NodeProcess:
-    """A node process with as little memory and drive as it takes: to get more costs a test time."""
+    """A node process with the least memory and drive, because allocating more costs test time."""
     more.setdefault("capacity", SMALL_DRIVE)
     return NodeProcess(data, arguments=("--hot", SMALL_HOT, *arguments), **more)
 
 
 def with_master_key(folder: Path) -> tuple[str, str]:
-    """The arguments of a node that encrypts, with the master key of this folder, which is made if there is none."""
+    """The arguments of a node that encrypts, with the master key in this folder, created if it doesn't exist."""
     key = folder / "master.key"
     if not key.exists():
         new_master_file(key)
@@ -62,7 +62,7 @@ def with_master_key(folder: Path) -> tuple[str, str]:
 
 
 def small_client(target: str, **more: Any) -> Client:
-    """A client for which the node needs 16 MiB. What a client has by default is as much again as a whole node."""
+    """A client that takes 16 MiB of the node. The default would be as much again as the whole node."""
     return Client(target, **({"slots": 16, "block_bytes_max": MIB} | more))
 
 
@@ -74,16 +74,16 @@ def pin_too_much(client: Client) -> None:
 
 
 class HasTarget(Protocol):
-    """A node, in a process of its own or in the test's."""
+    """A node, in its own process or in the test's."""
 
     @property
     def target(self) -> str:
-        """Where it listens."""
+        """Its address."""
         ...
 
 
 def buffer() -> mmap.mmap:
-    """16 MiB in huge pages: a fault for each small one would cost more than most of a test."""
+    """16 MiB in huge pages: page faults for small ones would cost more than most of a test."""
     memory = mmap.mmap(-1, 16 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
@@ -127,7 +127,7 @@ class ClientWithBuffers:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm() -> Iterator[Warm]:
-    """The process that nodes are forked from, and commands that tests run with it."""
+    """The process that nodes are forked from, and the commands that tests run with it."""
     warm = Warm()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_process, "subprocess", warm_subprocess(warm))
@@ -136,7 +136,7 @@ def warm() -> Iterator[Warm]:
 
 
 def marked(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    """What `@pytest.mark.node` says: which node the test has, and with which settings."""
+    """The arguments of `@pytest.mark.node`: which node the test uses, and its settings."""
     mark = request.node.get_closest_marker("node") or pytest.mark.node().mark
     return (*mark.args, "process")[0], dict(mark.kwargs)
 
@@ -220,7 +220,7 @@ def rig(node: HasTarget) -> Iterator[ClientWithBuffers]:
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """List each failure where `tools/test.sh` asks for it."""
+    """Record each failure in the file that `tools/test.sh` names."""
     report = yield
     if report.failed and call.excinfo and (listed := os.environ.get("TRIGGERKV_FAILURES")):
         with open(listed, "a") as failures:  # noqa: PTH123 - a name from the environment
@@ -229,11 +229,11 @@ def pytest_runtest_makereport(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes behind everything else."""
+    """Run slow tests last."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay, so no garbage collection looks at them again: it would be a tenth of a run."""
+    """Exclude modules and tests, which stay, from garbage collection: it would take a tenth of a run."""
     gc.collect()
     gc.freeze()

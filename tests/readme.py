@@ -1,7 +1,7 @@
-"""Reads the shell commands out of a page, and makes the clean copy that they are run in.
+"""Reads the shell commands of a page, and makes the clean copy that they are run in.
 
-A command is a line of a fenced `console` block that begins with `$ `, or any line of a fenced `sh` block
-that is neither empty nor a comment. What follows a `$ ` line without one is output, and is not compared.
+A command is a line of a fenced `console` block that begins with `$ `, or any line of a fenced `sh` block that is
+neither empty nor a comment. Lines without `$ ` after a command are output, and are not compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def commands(text: str) -> list[str]:
 
 
 def clean_copy(root: Path, copy: Path) -> Path:
-    """What git would check out of this work tree, with the changes in it, and nothing that was built."""
+    """The files that git would check out of this work tree, with its uncommitted changes and without build products."""
     for name in _listed_by_git(root) or _found(root):
         source, target = root / name, copy / name
         if source.is_file():  # a file that was deleted and not committed is still in the index
@@ -51,7 +51,7 @@ def clean_copy(root: Path, copy: Path) -> Path:
 
 
 def _listed_by_git(root: Path) -> list[str]:
-    """The files git knows or would take; none where there is no git or no work tree of it."""
+    """The files that git knows or would add; none without git or its work tree."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=60)
@@ -61,7 +61,7 @@ def _listed_by_git(root: Path) -> list[str]:
 
 
 def _found(root: Path) -> list[str]:
-    """The files of an unpacked archive, without what a build or a test has put there."""
+    """The files of an unpacked archive, without those that a build or a test has made."""
     names = []
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root)
@@ -72,7 +72,7 @@ def _found(root: Path) -> list[str]:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    """The environment of this process without what a venv, a make or a pytest around it has set."""
+    """The environment of this process, without the variables that a venv, make or pytest has set."""
     kept = {
         name: value
         for name, value in os.environ.items()

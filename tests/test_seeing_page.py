@@ -55,7 +55,7 @@ def test_the_example_and_the_commands_of_the_page_run_as_printed(node: NodeProce
         if "cmpl-7" in more:
             assert "block 6     MISS  deleted " in done.stdout
             assert "block 7     -     not looked at" in done.stdout
-            assert "What to do: They were deleted" in done.stdout
+            assert "What to do: The blocks were deleted" in done.stdout
 
 
 def test_the_page_says_the_bounds_that_are() -> None:

@@ -1,4 +1,4 @@
-"""What a node is told: one table behind the flags, the variables and the file; the first that says it counts."""
+"""The settings of a node: one table for flags, variables and the file; the first of these that sets one applies."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The rules of the house, as functions: each takes the root of a tree and gives the breaches it finds.
+"""The project's rules, as functions: each takes the root of a tree and yields the breaches it finds.
 
-What always holds: an exception from a rule stands in a list here, with its reason. A rule reads files and
-imports nothing of what it judges. `tests/test_tidy.py` runs each on this tree, and on a tree with a breach
-planted in it.
+What always holds: each exception to a rule is in a list here, with its reason. A rule reads files and imports none of
+the checked modules. `tests/test_tidy.py` runs each on this tree, and on a tree with a planted breach.
 
 What it doesn't do: judge style that ruff and mypy judge already.
 """
@@ -66,7 +65,8 @@ NAMES_ALLOWED = {
 }
 C_LINES_MAX = 400
 BOUND = re.compile(
-    r"^_?(?:(?!\w*_PER_)[A-Z][A-Z0-9_]*_(?:MAX|MIN|MS|NS|S|AT_ONCE|A_ROUND)|(?:[A-Z0-9_]+_)?TRIES)$"
+    r"^_?(?:(?!\w*_PER_)[A-Z][A-Z0-9_]*_(?:MAX|MIN|MS|NS|S|A_ROUND)"
+    r"|(?:[A-Z0-9_]+_)?(?:AT_ONCE|BATCH(?:_[A-Z]+)?|STEPS|THREADS|TRIES))$"
 )
 UNITS = {"_SECOND_NS"}
 BOUNDS_ALLOWED = {
@@ -100,7 +100,7 @@ def _is_ours(part: str) -> bool:
 
 
 def _files(root: Path, *patterns: str) -> Iterator[tuple[str, Path]]:
-    """Tracked-looking files of the tree with their names relative to it; nothing hidden or generated."""
+    """Files of the tree with their names relative to it, without hidden and generated ones."""
     for pattern in patterns:
         for path in sorted(root.glob(pattern)):
             name = path.as_posix().removeprefix(f"{root.as_posix()}/")
@@ -116,20 +116,20 @@ def _files(root: Path, *patterns: str) -> Iterator[tuple[str, Path]]:
 
 @lru_cache(maxsize=1024)
 def _parsed(name: str, text: str) -> ast.Module:
-    """Once for all rules: they look, and change nothing."""
+    """Parsed once for all rules, which change nothing."""
     return ast.parse(text, name)
 
 
 @lru_cache(maxsize=1024)
 def _nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
-    """What is in it, at any depth; once for all rules as well."""
+    """All nodes of a tree, at any depth; listed once for all rules."""
     return tuple(ast.walk(tree))
 
 
 def _modules(
     root: Path, *packages: str, without: re.Pattern[str] | None = None, having: re.Pattern[str] | None = None
 ) -> Iterator[tuple[str, ast.Module]]:
-    """Parsed; a text that `having` is not in, or that begins as `without` says, can't break the rule, and is not."""
+    """Parsed modules, except those that lack `having` or begin with `without`, which can't break the rule."""
     for name, path in _files(root, *(f"{package}/**/*.py" for package in packages)):
         text = path.read_text()
         if (having is None or having.search(text)) and (without is None or not without.match(text)):
@@ -141,7 +141,7 @@ def _allowed(name: str, allowed: dict[str, str]) -> bool:
 
 
 def _imported(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything that a module imports, wherever in it; relative ones resolved."""
+    """Line and full name of each import, anywhere in a module; relative ones are resolved."""
     for node in _nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -151,7 +151,7 @@ def _imported(name: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _layer(module: str) -> str:
-    """The layer of a module by its dotted name; "" for what is none of ours."""
+    """The layer of a module by its dotted name; "" for one that is not ours."""
     parts = module.split(".")
     under = ".".join(parts[:2])
     return under if under in LAYERS else parts[0] if parts[0] in {*LAYERS, *BESIDE} else ""
@@ -169,7 +169,7 @@ def imports_run_one_way(root: Path) -> Iterator[Breach]:
 
 
 def benchmarks_stand_apart(root: Path) -> Iterator[Breach]:
-    """Nothing needs the benchmarks, except what BENCHMARKS_USED_BY lists; of the tests, they import engines only."""
+    """Only the modules in BENCHMARKS_USED_BY import benchmarks, which import of the tests only `tests.engines`."""
     for name, tree in _modules(root, *BESIDE, "examples"):
         for line, module in _imported(name, tree):
             top = module.split(".")[0]
@@ -180,7 +180,7 @@ def benchmarks_stand_apart(root: Path) -> Iterator[Breach]:
 
 
 def no_pickle(root: Path) -> Iterator[Breach]:
-    """What comes from a peer or a drive is never executed."""
+    """Data from a peer or a drive is never executed."""
     banned = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
     words = re.compile("|".join(banned))
     for name, tree in _modules(root, *PACKAGES, *BESIDE, having=words):
@@ -206,7 +206,7 @@ def no_builtin_hash(root: Path) -> Iterator[Breach]:
 
 
 def time_only_through_the_clock(root: Path) -> Iterator[Breach]:
-    """The store's time goes through kvstore.clock, so that tests can hold it still."""
+    """The store reads time only through kvstore.clock, so that tests can stop it."""
     for name, tree in _modules(root, *PACKAGES):
         if _allowed(name, CLOCK_ALLOWED):
             continue
@@ -246,7 +246,7 @@ def environment_only_in_config(root: Path) -> Iterator[Breach]:
 
 
 def nothing_left_undone(root: Path) -> Iterator[Breach]:
-    """What is not done is not there, or stands in the README's status."""
+    """No unfinished code: what is not implemented is listed in the README's status."""
     words = re.compile("Not" + r"ImplementedError|\bTO" + r"DO\b|\bFIX" + r"ME\b|\bXX" + "X\b")
     patterns = [f"{top}/**/*.{end}" for top in (*PACKAGES, *BESIDE) for end in ("py", "c", "h", "sh")]
     for name, path in _files(root, *patterns):
@@ -259,7 +259,7 @@ def nothing_left_undone(root: Path) -> Iterator[Breach]:
 
 
 def a_name_has_one_meaning(root: Path) -> Iterator[Breach]:
-    """A module's name says what it holds, so no two have the same; tests have the names of what they test."""
+    """No two modules have the same file name, except tests, which are named after what they test."""
     first: dict[str, str] = {}
     for name, path in _files(
         root, *(f"{top}/**/*.py" for top in (*PACKAGES, "benchmarks", "examples", "tools"))
@@ -272,7 +272,7 @@ def a_name_has_one_meaning(root: Path) -> Iterator[Breach]:
 
 
 def modules_have_docstrings(root: Path) -> Iterator[Breach]:
-    """A module says what it is; an empty `__init__` has nothing to say."""
+    """Each module has a docstring, except an empty `__init__`."""
     begins = re.compile(r'(?:\s*#[^\n]*\n)*\s*r?"""[^"\s][^"]*"""\n')
     for name, tree in _modules(root, *PACKAGES, *BESIDE, without=begins):
         if tree.body and not ast.get_docstring(tree):
@@ -327,7 +327,7 @@ def all_says_what_is_public(root: Path) -> Iterator[Breach]:
 
 
 def files_are_short(root: Path) -> Iterator[Breach]:
-    """About 400 lines is the aim; this is where it stops."""
+    """The aim is about 400 lines; this is the maximum."""
     patterns = [f"{top}/**/*.py" for top in (*PACKAGES, *BESIDE)]
     for name, path in _files(root, *patterns):
         lines = path.read_text().count("\n")
@@ -336,7 +336,7 @@ def files_are_short(root: Path) -> Iterator[Breach]:
 
 
 def c_files_are_short(root: Path) -> Iterator[Breach]:
-    """A C file does one thing."""
+    """C files have a maximum length too."""
     generated = (
         "nic_offload/_core.c",
         "kvstore/storage/_uring.c",
@@ -350,10 +350,7 @@ def c_files_are_short(root: Path) -> Iterator[Breach]:
 
 
 def bounds_are_in_limits(root: Path) -> Iterator[Breach]:
-    """A bound that is a number stands in kvstore/limits.py, where its relations to others can be seen.
-
-    So does the size of a cache.
-    """
+    """Numeric bounds, and the sizes of caches, are in kvstore/limits.py, beside the bounds that they depend on."""
     for name, tree in _modules(root, "kvstore"):
         if name == "kvstore/limits.py" or _allowed(name, BOUNDS_ALLOWED):
             continue

@@ -1,4 +1,4 @@
-"""What tests of spans need: providers that keep them, and a look at what belongs together."""
+"""Support for tests of spans: providers that keep them, and checks of which spans belong together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = 20.0
 
 
 class _Exporter(InMemorySpanExporter):
-    """One that can be waited for."""
+    """An exporter that can be waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Exporter(InMemorySpanExporter):
 
 
 class Kept:
-    """A provider, and the spans that have ended. A node's makes none without a sampled parent, as `otel` has it."""
+    """A provider, and the spans that have ended. A node's makes none without a sampled parent, as in `otel`."""
 
     def __init__(self, *, of_node: bool = False, sampler: Sampler = ALWAYS_ON) -> None:
         self._spans = _Exporter()
@@ -71,7 +71,7 @@ def children_of(span: ReadableSpan, spans: Iterable[ReadableSpan]) -> list[Reada
 
 
 def one_trace(spans: Iterable[ReadableSpan]) -> ReadableSpan:
-    """Assert that all of them are one tree, each within its parent's time at its beginning; gives the root."""
+    """Assert that all of them form one tree, in which each begins within its parent's time; returns the root."""
     spans = list(spans)
     by_id = {span.context.span_id: span for span in spans if span.context is not None}
     assert len({span.context.trace_id for span in spans if span.context is not None}) == 1

@@ -1,14 +1,14 @@
-"""Forks nodes of tests from a process that has imported it all, and asked libfabric: most of a start is that.
+"""Forks test nodes from a process that has imported everything and probed libfabric, which is most of a node's start.
 
-What always holds: a node runs `kvstore serve` as from a shell, in a process of its own, with its arguments,
-environment, folder and standard streams, and ends as any process ends. It only has its modules and libfabric already,
-and it allocates memory when it is first used, and the pages of a new drive when they are first written, as nodes do on
-drives of more than 2 GiB. With another interpreter, another command, or other variables that a process reads before its
-own code (`_SETTLED_EARLY`), it is started as usual.
+What always holds: a node runs `kvstore serve` as from a shell, in its own process, with its arguments, environment,
+folder and standard streams, and ends like any process. It differs only in that its modules and libfabric are loaded
+already, that it allocates memory when it is first used, and that the pages of a new drive are allocated when they are
+first written, as on drives of more than 2 GiB. With another interpreter, another command, or different variables that a
+process reads before its own code (`_SETTLED_EARLY`), it is started as usual.
 
 A test may run another command of `kvstore` in the same way (`Warm.run`), if its start is not what the test is about.
 
-It doesn't do anything for processes that tests start by themselves: what imports cost or break is seen there.
+What it doesn't do: speed up processes that tests start by themselves; those show what imports cost or break.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ _LATER_BYTES_MAX: Final = 1 << 30  # more may not be there, which is found out a
 
 
 def allocate_later() -> None:
-    """Let memory be allocated when it is first used, in modules that are imported from now on.
+    """Make modules imported from now on allocate memory when it is first used.
 
-    To clear all pages of a node's memory is half of what its start costs, and few tests use more than a few.
+    Clearing all pages of a node's memory takes half of its start, and few tests use many of them.
     """
     at_once, collapse_at_once = nic_offload.memory.populate, nic_offload.memory.collapse
 
@@ -112,7 +112,7 @@ class Warm:
             )
 
     def _can_fork(self, command: Sequence[str], what: tuple[str, ...]) -> bool:
-        """Whether it is this command, in the environment that the process to fork from has; that is there then."""
+        """Whether this is the known command, in the environment of the process that forks."""
         is_it = command[0] == sys.executable and tuple(command[1 : 1 + len(what)]) == what
         if not is_it or "LD_PRELOAD" in self._early or self._early != _early(dict(os.environ)):
             return False
@@ -127,7 +127,7 @@ class Warm:
         return Started(self._socket, command, more["stderr"])
 
     def run(self, command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-        """Like `subprocess.run` of any command of `kvstore`, without standard input, its output captured as text."""
+        """Like `subprocess.run` for any command of `kvstore`, without standard input, its output captured as text."""
         if not self._can_fork(command, _COMMAND):
             return subprocess.run(
                 command,
@@ -148,7 +148,7 @@ class Warm:
             return subprocess.CompletedProcess(command, status, out.read(), err.read())
 
     def close(self) -> None:
-        """End it. Nodes that are left end with their streams."""
+        """End it. Remaining nodes end when their streams are closed."""
         self._socket.close()
         self._theirs.close()
         if self._process is not None:
@@ -156,7 +156,7 @@ class Warm:
 
 
 class Forked:
-    """A process that was forked, with these standard streams."""
+    """A forked process, with these standard streams."""
 
     def __init__(self, warm: socket.socket, command: Sequence[str], *streams: int) -> None:
         self.args = command
@@ -197,16 +197,16 @@ class Forked:
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class Started(Forked):
-    """A node: what `kvstore.demo.node_process` uses of a `subprocess.Popen`."""
+    """A node, with the part of `subprocess.Popen` that `kvstore.demo.node_process` uses."""
 
     def __init__(self, warm: socket.socket, command: Sequence[str], stderr: IO[str]) -> None:
         to_read, stdin = os.pipe()
@@ -218,7 +218,7 @@ class Started(Forked):
 
 
 def warm_subprocess(warm: Warm) -> SimpleNamespace:
-    """What `kvstore.demo.node_process` is to have for `subprocess`."""
+    """A replacement for `subprocess` in `kvstore.demo.node_process`."""
     return SimpleNamespace(Popen=warm.popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
 
 
@@ -226,7 +226,7 @@ def warm_subprocess(warm: Warm) -> SimpleNamespace:
 
 
 class _Forking:
-    """Forks a node for each request, and tells how each ends."""
+    """Forks a node for each request, and reports how each ends."""
 
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
@@ -238,7 +238,7 @@ class _Forking:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> list[str] | None:
-        """Return in a node, with its command; and here when nobody asks any more."""
+        """Return in a forked node, with its command; and in this process when there are no more requests."""
         while True:
             ready, _, _ = select.select([self._requests, self._woken], [], [])
             if self._woken in ready:

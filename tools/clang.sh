@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Fetches clang with libFuzzer, for `make fuzz`, out of Debian's packages into .cache/clang; 320 MB of it stay.
+# Fetches clang with libFuzzer, for `make fuzz`, from Debian's packages into .cache/clang, which takes 320 MB.
 #
-# What always holds: nothing is installed, and what is there already is not fetched again.
-# What it doesn't do: work where there is no apt. A clang that is installed will do: apt-get install clang libclang-rt-14-dev
+# What always holds: nothing is installed, and existing files are not fetched again.
+# What it doesn't do: work without apt. An installed clang is enough: apt-get install clang libclang-rt-14-dev
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ -e .cache/clang/usr/bin/clang-14 ]] && exit

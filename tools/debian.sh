@@ -3,7 +3,7 @@
 #
 #   tools/debian.sh FOLDER "What could not be done; what to do instead" PACKAGE...
 #
-# What always holds: nothing is installed; the folder is there, whole, or it isn't.
+# What always holds: nothing is installed; the folder is complete, or doesn't exist.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 folder=$1 instead=$2

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Fetches etcd, on which tests/cluster put real nodes, out of Debian's package into .cache/etcd; 20 MB of it stay.
+# Fetches etcd, for real nodes in tests/cluster, from Debian's package into .cache/etcd, which takes 20 MB.
 #
-# What always holds: nothing is installed, and what is there already is not fetched again. Where there is neither an etcd
-# nor apt it says so and ends well, and the tests that need one are skipped.
+# What always holds: nothing is installed, and existing files are not fetched again. With neither etcd nor apt it reports
+# that and succeeds, and the tests that need etcd are skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ -x .cache/etcd/etcd ]] && exit

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Fuzzes what reads what others wrote, with a signal of the code that an input reaches: in C the desk (calls) and the
-# receiver (puts) under libFuzzer, with AddressSanitizer and UndefinedBehaviorSanitizer, in Python the parsers under atheris.
+# Fuzzes parsers of foreign data, guided by coverage: in C the desk (calls) and the receiver (puts) under libFuzzer, with
+# AddressSanitizer and UndefinedBehaviorSanitizer, in Python the parsers under atheris.
 #
 #   tools/fuzz.sh [C executions] [executions of each Python parser]
 #
-# What always holds: a find ends it with the input's path; inputs that reached something new stay in .cache/fuzz, and are
-# where the next run begins. What it doesn't do: install a compiler; `tools/clang.sh` unpacks one of Debian's.
+# What always holds: a finding ends it with the input's path; inputs that reached new code stay in .cache/fuzz, where the
+# next run begins. What it doesn't do: install a compiler; `tools/clang.sh` unpacks one of Debian's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 c_runs=${1:-10000000} python_runs=${2:-100000}

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Fetches gRPC for C++ and protoc, with which examples/cpp is built, out of Debian's packages into .cache/grpc-cpp; 15 MB
-# are fetched, 35 MB stay.
+# Fetches gRPC for C++ and protoc, to build examples/cpp, from Debian's packages into .cache/grpc-cpp: 15 MB, which
+# take 35 MB.
 #
-# What always holds: nothing is installed, and what is there already is not fetched again. Where there is no apt it says so
-# and ends well, and the test of the example is skipped.
+# What always holds: nothing is installed, and existing files are not fetched again. Without apt it reports that and
+# succeeds, and the test of the example is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ -d .cache/grpc-cpp ]] && exit

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Fetches Redis and hiredis, beside which `make bench-peers` measures us, out of Debian's packages into .cache/peers; 8 MB of it stay.
+# Fetches Redis and hiredis, for `make bench-peers`, from Debian's packages into .cache/peers, which takes 8 MB.
 #
-# What always holds: nothing is installed, and what is there already is not fetched again.
-# What it doesn't do: work where there is no apt. A Redis and a hiredis that are installed will do:
+# What always holds: nothing is installed, and existing files are not fetched again.
+# What it doesn't do: work without apt. An installed Redis and hiredis are enough:
 # apt-get install redis-server libhiredis-dev
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Fetches promtool, with which Prometheus checks its own rules, out of Debian's package into .cache/; 48 MB of it stay.
+# Fetches promtool, Prometheus' checker of rules, from Debian's package into .cache/, which takes 48 MB.
 #
-# What always holds: nothing is installed, and a promtool that is there already is not fetched again.
-# What it doesn't do: work where there is no apt. Any promtool of the PATH will do for the tests.
+# What always holds: nothing is installed, and an existing promtool is not fetched again.
+# What it doesn't do: work without apt. Any promtool in the PATH is enough for the tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ -x .cache/promtool ]] && exit

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Builds the C cores of the fabric, of the store's room and of the simulator with a sanitizer and runs their tests on them: address
-# (with undefined, the default) or thread. The build lies in build/sanitize-NAME; the extension that the tree runs with is left alone.
+# Builds the C cores of the fabric, the store and the simulator with a sanitizer, and runs their tests: address (with
+# undefined, the default) or thread. The build is in build/sanitize-NAME; the tree's own extensions stay as they are.
 #
 #   tools/sanitize.sh [address|thread] [pytest arguments]
 set -euo pipefail
@@ -18,14 +18,14 @@ case $name in
 address)
 	flags="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 	libraries="libasan.so libubsan.so"
-	# Python gives back little of what it takes; use after free and overruns are what is looked for.
+	# Python returns little of the memory that it takes, so leaks are not checked: only use after free and overruns.
 	export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:allocator_may_return_null=1
 	export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 	;;
 thread)
 	flags="-fsanitize=thread"
 	libraries="libtsan.so"
-	# libfabric and Python are not built with it: what happens inside of them is not judged.
+	# libfabric and Python are not built with it, so errors inside them are ignored.
 	export TSAN_OPTIONS="suppressions=$PWD/tools/tsan.supp ignore_noninstrumented_modules=1 exitcode=66 history_size=4"
 	;;
 esac

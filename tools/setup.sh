@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes this checkout ready to run: system packages, .venv, pinned dependencies, the C core.
 #
-# What always holds: a step that is already done is not done again, whatever was interrupted. Each step's
-# stamp lies inside .venv, carries a hash of all that the step depends on, and is written last. When all
-# stamps fit, nothing touches apt, pip or the network.
+# What always holds: a completed step is not repeated, whatever was interrupted. Each step's stamp is inside .venv, has a
+# hash of everything that the step depends on, and is written last. When all stamps match, neither apt nor pip nor the
+# network is used.
 #
 # What it doesn't do: install a Python or a compiler, or change anything outside this folder except by apt.
 #
@@ -58,7 +58,7 @@ if command -v dpkg-query >/dev/null; then
     ((has_venv)) || wanted+=(python3-venv "python${python_version%.*}-venv")
     ((has_headers)) || wanted+=(python3-dev "libpython${python_version%.*}-dev")
   fi
-  # dpkg-query fails as soon as one of the names is unknown; what it prints is right all the same.
+  # dpkg-query fails as soon as one of the names is unknown; its output is correct nevertheless.
   present=$(dpkg-query -W -f '${Package} ${db:Status-Status}\n' "${wanted[@]}" 2>/dev/null || true)
   for package in "${wanted[@]}"; do
     grep -qx "$package installed" <<<"$present" || missing+=("$package")

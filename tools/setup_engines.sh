@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv-engines: vLLM for CPUs, transformers, torch, and this checkout, for `make test-engines`.
 #
-# What always holds: a step that is already done is not done again, whatever was interrupted. The stamp lies inside
-# .venv-engines, carries a hash of all that it depends on, and is written last. When it fits, nothing touches pip or
-# the network.
+# What always holds: a completed step is not repeated, whatever was interrupted. The stamp is inside .venv-engines, has a
+# hash of everything that it depends on, and is written last. When it matches, neither pip nor the network is used.
 #
 # What it doesn't do: build anything. tools/setup.sh, which must have run, has built the C cores into the checkout, and
 # both environments use the same files; so .venv-engines gets a path to the checkout and not a build of its own, which
@@ -21,7 +20,7 @@ die() {
 
 [[ -x $root/.venv/bin/python ]] || die "there is no .venv yet; run make setup first."
 
-# Two set-ups of one checkout at a time would build into each other's feet.
+# Two set-ups of one checkout at a time would overwrite each other's files.
 mkdir -p "$root/.cache"
 exec 9>"$root/.cache/setup-engines.lock"
 if command -v flock >/dev/null; then
@@ -34,7 +33,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignor
 wanted=$( (printf '%s\n' "$version" "$root" && cat requirements-engines.txt requirements-torch.txt) | sha256sum | cut -d' ' -f1)
 stamp=$venv/.stamp-engines
 
-# What an installed wheel would tell: vLLM finds our connectors by their entry point.
+# As an installed wheel has it: vLLM finds our connectors by their entry point.
 describe() {
   local packages
   packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

@@ -1,24 +1,23 @@
 #!/usr/bin/env bash
-# All tests, in parts, three of them beside each other: many wait for other processes, and leave the cores to the others.
-# The next part begins when one has ended. The longest come first, and the shortest last: so all cores have work until
-# shortly before the end. tests/cluster waits most, and is one of the first three for that.
+# All tests, in parts, three at a time: many tests wait for other processes, and leave the cores to the others. The next
+# part begins when one has ended. The longest come first and the shortest last, so all cores have work until shortly
+# before the end. tests/cluster waits most, so it is one of the first three.
 #
-# What always holds: each test runs once, in one of the parts; the exit status is 0 only if each has passed. All failures
+# What always holds: each test runs once, in one of the parts; the exit status is 0 only if all have passed. All failures
 # are listed at the end.
 #
-# Each part has half an hour, and attacks that go on for longer have more. What hangs where pytest's own timeout can't end
-# it (in C, or behind the last test) is a failure: its part is ended, and this output ends with where each of its threads
-# stood.
+# Each part has half an hour; long attacks have more. A test that hangs where pytest's own timeout can't end it (in C, or
+# after the last test) is a failure: its part is ended, and the output ends with the stack of each of its threads.
 #
-# `hostile` runs those instead that compare a neighbour's times with and without an attack beside it, one by one: with
-# other tests beside them they would say nothing. Those that only count and wait come behind them. `engines` runs those
-# of real engines, in two parts beside each other. With other arguments it hands them to one pytest.
+# `hostile` runs instead the tests that compare a neighbour's times with and without an attack, one by one: other tests
+# beside them would spoil the comparison. Those that only count and wait run after them. `engines` runs the tests of real
+# engines, in two parts at the same time. Other arguments are passed to one pytest.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 py=.venv/bin/python
-# Hundreds of processes are started, and each would compile every module anew: half of what its start costs.
+# Hundreds of processes are started, and each would compile all modules again: half of the cost of its start.
 unset PYTHONDONTWRITEBYTECODE
-# Each that imports numpy would start threads for matrices, which spin for a while without work: a third of that import.
+# Each that imports numpy would start threads for matrices, which spin for a while: a third of the cost of that import.
 export OPENBLAS_NUM_THREADS=1
 if (($#)) && [[ $1 != hostile && $1 != engines ]]; then exec "$py" -m pytest "$@"; fi
 

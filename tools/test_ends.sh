@@ -5,8 +5,8 @@
 #   tools/test_ends.sh [VERSION...]            of these Pythons only, such as 3.11
 #   tools/test_ends.sh --short [VERSION...]    the wheel of make wheel, and in place of tests tools/first_steps.py
 #
-# What always holds: environments lie in .cache/ends and are kept; the tests run the installed wheel where the demo does,
-# and this tree's Python files, with the environment's dependencies, where pytest does. A Python that is not here is named.
+# What always holds: environments are in .cache/ends and are kept. The demo runs the installed wheel; pytest runs this
+# tree's Python files with the environment's dependencies. A Python that is not on the machine is named.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # tests/hosts in a network and mount namespace of its own: bridges, hosts and mounts vanish with its last process.
 #
-# What always holds: where such namespaces, a veth or nftables are not to be had, it says which and ends well; a failure
-# of a test is a failure.
+# What always holds: if namespaces, veth devices or nftables are not available, it says which and succeeds; a failed test
+# is a failure.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

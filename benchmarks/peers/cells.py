@@ -1,4 +1,4 @@
-"""What is measured side by side, and what came of it: cells, their rounds, and the table of them."""
+"""The cells of a comparison: each has the rounds of one contender, shape and operation; and the table of them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CONTENDERS = ("us", "redis", "redis, everysec", "fabric", "drive")
 
 
 def label(size: int) -> str:
-    """A size as people say it."""
+    """A size for people."""
     return f"{size // MIB}M" if size >= MIB else f"{size // KIB}K"
 
 
 class Shape(NamedTuple):
-    """How blocks of one size go: `batch` a call, `window` calls under way, so many calls in a round."""
+    """How blocks of one size are moved: `batch` per call, `window` calls under way, and a number of calls per round."""
 
     name: str
     size: int
@@ -60,7 +60,7 @@ SHAPES: dict[int, tuple[Shape, ...]] = {
 
 @dataclass
 class Cell:
-    """One contender at one thing: its rounds, and the calls of all of them."""
+    """One contender and operation: its rounds, and the calls of all of them."""
 
     gbps: list[float] = field(default_factory=list)
     calls_us: list[float] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Cell:
     server_s_per_gb: list[float] = field(default_factory=list)
 
     def took(self, total_bytes: int, timed: Timed, server_ns: int | None) -> None:
-        """A round of calls."""
+        """Record a round of calls."""
         self.gbps.append(total_bytes / (timed.end_ns - timed.begin_ns))
         self.calls_us += [one / 1e3 for one in timed.calls_ns]
         self.client_s_per_gb.append(timed.cpu_ns / total_bytes)
@@ -76,12 +76,12 @@ class Cell:
             self.server_s_per_gb.append(server_ns / total_bytes)
 
     def quantile_us(self, share: float) -> float:
-        """The time of a call that so many calls do not exceed."""
+        """The quantile of the times of all calls."""
         ordered = sorted(self.calls_us)
         return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
     def summary(self) -> dict[str, float]:
-        """Medians of the rounds, quantiles of all calls."""
+        """Medians of the rounds, and quantiles of all calls."""
         found = {"gbps": statistics.median(self.gbps)}
         if self.calls_us:
             found |= {"p50_us": self.quantile_us(0.5), "p99_us": self.quantile_us(0.99)}
@@ -98,7 +98,7 @@ class Cells:
         self._cells: dict[tuple[str, Shape, str], Cell] = {}
 
     def at(self, who: str, shape: Shape, kind: str) -> Cell:
-        """The cell, which is made if it is new."""
+        """The cell, created if it is new."""
         return self._cells.setdefault((who, shape, kind), Cell())
 
     def get(self, who: str, shape: Shape, kind: str) -> Cell | None:
@@ -106,7 +106,7 @@ class Cells:
         return self._cells.get((who, shape, kind))
 
     def listed(self) -> list[dict[str, object]]:
-        """For programs."""
+        """All cells, for programs."""
         return [
             {
                 "contender": who,
@@ -124,7 +124,7 @@ _KEYS = ("gbps", "p50_us", "p99_us", "client_cpu_s_per_gb", "server_cpu_s_per_gb
 
 
 def table(cells: Cells, shapes: Iterable[Shape]) -> str:
-    """Everything, one line a contender at one thing."""
+    """All cells, one line per contender and operation."""
     rows: list[tuple[str, ...]] = [_HEAD]
     for shape in shapes:
         for kind in KINDS:

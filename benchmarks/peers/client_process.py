@@ -1,7 +1,7 @@
-"""A client in a process of its own that is told by lines what to do, and answers each with a line.
+"""A client in its own process, which reads commands line by line, and answers each with a line.
 
-What always holds: it is waited for with a bound, and an answer that is no `ok` is an error with the worker's own words.
-Both workers, `redis_client.c` and `ours.py`, understand the same lines, so that both are measured alike.
+What always holds: each answer has a deadline, and an answer other than `ok` is an error with the worker's own text.
+Both workers, `redis_client.c` and `ours.py`, take the same commands, so both are measured in the same way.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _QUIET_S, _QUIET_SHARE, _QUIET_ROUNDS = 0.01, 0.1, 100
 
 
 class WorkerFailed(Exception):
-    """What a client said that could not do as it was told."""
+    """A client could not execute a command; the message is its answer."""
 
 
 class Timed(NamedTuple):
-    """How a series of calls went, as their caller saw it."""
+    """The times of a series of calls, as their caller saw them."""
 
     begin_ns: int
     end_ns: int
@@ -59,13 +59,13 @@ class Worker:
         return self._process.pid
 
     def tell(self, *words: object) -> None:
-        """Give it a line, and don't wait."""
+        """Send a command, and don't wait."""
         assert self._process.stdin is not None
         self._process.stdin.write(" ".join(map(str, words)) + "\n")
         self._process.stdin.flush()
 
     def answer(self) -> str:
-        """What it says to the line before, without the `ok`."""
+        """The answer to the last command, without the `ok`."""
         pipe = self._process.stdout
         assert pipe is not None
         line = pipe.readline() if select.select([pipe], [], [], _WAIT_S)[0] else "error it says nothing"
@@ -75,21 +75,21 @@ class Worker:
         return rest
 
     def ask(self, *words: object) -> str:
-        """Both."""
+        """Send a command, and wait for the answer."""
         self.tell(*words)
         return self.answer()
 
     def timed(self, *words: object) -> Timed:
-        """Have it put or get."""
+        """Run puts or gets, and return their times."""
         self.tell(*words)
         return self.answered()
 
     def answered(self) -> Timed:
-        """How the puts or gets of the line before went."""
+        """The times of the puts or gets that the last command started."""
         return Timed.parse(self.answer())
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -107,7 +107,7 @@ class Worker:
 
 
 def cpu_ns(pid: int) -> int:
-    """The CPU time of a process, all of its threads that live, to the nanosecond."""
+    """The CPU time of all running threads of a process, in nanoseconds."""
     spent_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
@@ -118,7 +118,7 @@ def cpu_ns(pid: int) -> int:
 
 
 def settled_cpu_ns(pid: int) -> int:
-    """The same once the process has done what it does after it has answered; waits a second at most."""
+    """The same, once the process has finished its work after its last answer; waits a second at most."""
     before_ns = cpu_ns(pid)
     for _ in range(_QUIET_ROUNDS):
         time.sleep(_QUIET_S)

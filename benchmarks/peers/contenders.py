@@ -1,4 +1,4 @@
-"""The contenders: each does a round of everything that it has, for blocks of one size, and writes it into the cells."""
+"""The contenders: each runs one round of its operations, for blocks of one size, and records it in the cells."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ["Contender", "Drive", "OnFabric", "Ours", "Redises"]
 
 
 class Contender(Protocol):
-    """One of those who take turns."""
+    """One of the contenders that take turns."""
 
     def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
-        """Everything once."""
+        """Run each operation once."""
 
 
 class _Served:
-    """A server in a process, and a client in another."""
+    """A server in one process, and a client in another."""
 
     def __init__(self, name: str, server: NodeProcess | Redis, client: Worker) -> None:
         self._name, self._server, self._client = name, server, client
 
     def _measure(self, cells: Cells, shape: Shape, kind: str, *words: object) -> None:
-        """The server's time includes what it still does after its last answer."""
+        """The server's time includes work after its last answer."""
         before_ns = settled_cpu_ns(self._server.pid)
         timed = self._client.timed(*words)
         server_ns = settled_cpu_ns(self._server.pid) - before_ns
@@ -61,17 +61,17 @@ class _Served:
 
 
 class Ours(_Served):
-    """A node, restarted before what is cold is read."""
+    """A node, restarted before its cold blocks are read."""
 
     def __init__(self, node: NodeProcess, client: Worker) -> None:
         super().__init__("us", node, client)
         self._node = node
 
     def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
-        """Each shape landed, written and hot; then all of them cold.
+        """Run each shape landed, written and hot; then all of them cold.
 
-        After a restart the memory that a client shares with the node is allocated as it is first used, which takes half
-        a second a GB. That is not timed, as with Redis, which goes on.
+        After a restart the memory that a client shares with the node is allocated when it is first used, which takes
+        half a second per GB. That is not timed, since Redis is not restarted either.
         """
         for shape in shapes:
             self._client.ask(*self._put_words(shape, "landed"))
@@ -79,7 +79,7 @@ class Ours(_Served):
             self._put(cells, shape, "landed")
             self._forget(shape)
             self._put(cells, shape, "written")
-            self._client.ask(*self._get_words(shape))  # hot from here on, if it was not before
+            self._client.ask(*self._get_words(shape))  # hot from now on, if it was not before
             self._get(cells, shape, "hot")
             self._forget(shape)
         for shape in shapes:
@@ -93,14 +93,14 @@ class Ours(_Served):
 
 
 class Redises(_Served):
-    """A server of Redis. One that keeps a file stands beside `written`, one that doesn't beside the others."""
+    """Servers of Redis: one with a file is compared with `written`, one without is compared with the others."""
 
     def __init__(self, name: str, server: Redis, client: Worker) -> None:
         super().__init__(name, server, client)
         self._redis = server
 
     def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
-        """Each shape set and got, or set only."""
+        """Set and get each shape, or set it only."""
         for shape in shapes:
             self._put(cells, shape, "written" if self._redis.keeps else "landed")
             if not self._redis.keeps:
@@ -110,13 +110,13 @@ class Redises(_Served):
 
 
 class OnFabric:
-    """Plain writes and a word back: one block at a time, and a batch."""
+    """Plain writes and a word in return: one block at a time, and in batches."""
 
     def __init__(self, fabric: PlainFabric) -> None:
         self._fabric = fabric
 
     def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
-        """Each shape that keeps one call under way."""
+        """Run each shape that keeps one call under way."""
         near, far = self._fabric.pids
         for shape in shapes:
             if shape.window > 1:
@@ -128,13 +128,13 @@ class OnFabric:
 
 
 class Drive:
-    """io_uring over a file beside the node's, in records as large as its own."""
+    """io_uring over a file next to the node's, with records of the same size."""
 
     def __init__(self, drive: BareDrive) -> None:
         self._drive = drive
 
     def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
-        """One operation at a time, and at depth 16."""
+        """Run one operation at a time, and at depth 16."""
         for shape in shapes:
             record = shape.size + HEADER_BYTES
             for kind, name in ((DiskOpKind.WRITE, "written"), (DiskOpKind.READ, "cold")):

@@ -1,4 +1,4 @@
-"""What is to be reached, held against what was measured; nothing here knows a figure of any machine."""
+"""The goals, compared with the measurements; no figure here belongs to a particular machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CPU = {"landed": 0.5, "hot": 0.5, "written": 0.7, "cold": 0.9}  # s a GB of 1M,
 
 
 def note(form: Form, cells: Cells) -> None:
-    """All goals that cells decide."""
+    """Record all goals that the cells decide."""
     for size, shapes in SHAPES.items():
         for shape in shapes:
             _against_redis(form, cells, shape)

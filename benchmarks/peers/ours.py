@@ -1,16 +1,16 @@
-"""Our client in a process of its own, as an application uses it; it obeys the lines that `redis_client.c` obeys.
+"""Our client in its own process, used as an application would; it takes the commands that `redis_client.c` takes.
 
     python -m benchmarks.peers.ours HOST:PORT
 
 And these, which Redis has no counterpart for:
 
-    armed CALLS CADENCE_US  arm so many puts ahead, then store the flag for one after the other: as soon as the last was
-                            told as landed, or, with a cadence, by another process, every so many microseconds
-    keep NAME OTHER         know the same blocks by another name as well
-    ready                   wait until the node, restarted, answers a get from its fabric again
+    armed CALLS CADENCE_US  arm this many puts ahead, then store to the flag for one after the other: when the last one
+                            has landed or, with a cadence, from another process, at this interval in microseconds
+    keep NAME OTHER         use the same blocks under another name as well
+    ready                   wait until the restarted node answers a get over its fabric again
 
-Times are the caller's: from calling `arm`, or from the flag's store where puts were armed ahead, until `wait` has
-returned. A put `landed` or `written` asks for that durability and no more.
+Times are the caller's: from the call of `arm`, or the flag's store if puts were armed ahead, until `wait` has returned.
+A put `landed` or `written` requests that durability.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _HOW = {"landed": Durability.LANDED, "written": Durability.WRITTEN}
 
 
 def store_at_cadence(path: str, count: int, cadence_us: int) -> None:
-    """The other process: it stores 1, 2, 3, ... and says when it did."""
+    """Run in the other process: store 1, 2, 3, ... and report the time of each store."""
     stored_ns = []
     with FlagWords.open(path) as flags:
         sys.stdin.readline()
@@ -77,7 +77,7 @@ class _Ours:
         self._stores = 0
 
     def open(self, size: str, slots: str) -> str:
-        """Memory, here and at the node, for so many blocks of this size."""
+        """Allocate memory, here and on the node, for this many blocks of this size."""
         self.close()
         self._size, self._slots = int(size), int(slots)
         self._client = Client(
@@ -106,7 +106,7 @@ class _Ours:
         return [block_key(self._salt, next(self._numbers).to_bytes(8)) for _ in range(count)]
 
     def _calls(self, begin: Callable[[int], Callable[[], None]], calls: int, window: int) -> str:
-        """Begin so many, keep `window` under way, and wait for each in its order."""
+        """Begin this many calls, keep `window` under way, and wait for each in order."""
         begun_ns, calls_ns = [0] * calls, [0] * calls
         under_way: deque[tuple[int, Callable[[], None]]] = deque()
 
@@ -127,7 +127,7 @@ class _Ours:
         return " ".join(map(str, (start_ns, end_ns, _cpu_ns() - start_cpu_ns, *calls_ns)))
 
     def put(self, name: str, how: str, batch: str, window: str, calls: str) -> str:
-        """Fresh blocks, each call arms, stores to the flag word, and the wait until it was told."""
+        """Put new blocks; each call arms, stores to the flag word, and waits for the result."""
         client, flag, durability, width = self._client, self._flags[0], _HOW[how], int(batch)
         assert client is not None
         keys = self._sets[name] = self._fresh(width * int(calls))
@@ -145,7 +145,7 @@ class _Ours:
         return self._calls(begin, int(calls), int(window))
 
     def get(self, name: str, batch: str, window: str) -> str:
-        """What was put under the name; every call is one get."""
+        """Get the blocks of this name; every call is one get."""
         client, keys, width = self._client, self._sets[name], int(batch)
         assert client is not None
 
@@ -164,7 +164,7 @@ class _Ours:
         return self._calls(begin, len(blocks), int(window))
 
     def armed(self, count: str, cadence_us: str) -> str:
-        """One 32 KiB block, or whatever size is open, a flag's value."""
+        """Put one block per value of the flag; 32 KiB, or the open size."""
         assert self._client is not None
         keys = self._sets["armed"] = self._fresh(int(count))
         with FlagWords.create(1) as flags:
@@ -209,7 +209,7 @@ class _Ours:
             return [int(word) for word in other.stdout.readline().split()], told_ns
 
     def check(self, name: str) -> str:
-        """How many are there, byte for byte."""
+        """Count the blocks that are stored, compared byte for byte."""
         assert self._client is not None
         there = 0
         for i, key in enumerate(self._sets[name]):
@@ -220,7 +220,7 @@ class _Ours:
         return str(there)
 
     def forget(self, name: str) -> str:
-        """Delete them."""
+        """Delete the blocks."""
         assert self._client is not None
         self._client.delete(self._sets.pop(name))
         return ""
@@ -230,7 +230,7 @@ class _Ours:
         return ""
 
     def ready(self) -> str:
-        """A block of its own comes back: the link stands."""
+        """Wait until one of our blocks comes back, which shows that the link works."""
         assert self._client is not None
         until = time.monotonic() + _WAIT_S
         while time.monotonic() < until:
@@ -265,7 +265,7 @@ def _told(puts: ArmedPuts) -> None:
 
 
 def main(target: str) -> int:
-    """Obey standard input; what goes wrong is said, and ends it."""
+    """Execute commands from standard input; an error is reported and ends the process."""
     ours = _Ours(target)
     print("ok", flush=True)
     for line in sys.stdin:

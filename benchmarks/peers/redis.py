@@ -1,7 +1,7 @@
-"""Redis as it comes from Debian, over TCP on loopback, and its client in C.
+"""Debian's Redis, over TCP on loopback, and its client in C.
 
-Installed or out of `.cache/peers` (`tools/peers.sh`). The server gets no tuning but what a form of durability is: the
-speed of `set and get` is that of a server that keeps nothing (`save ""`), which is the fastest there is.
+It is the installed one, or that in `.cache/peers` (`tools/peers.sh`). The server has default settings except for
+durability: `set and get` uses a server without persistence (`save ""`), which is the fastest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FETCHED = Path(".cache/peers/usr")
 
 
 class NoRedis(Exception):
-    """There is none here."""
+    """Redis is not available."""
 
 
 def _program() -> Path | None:
@@ -46,7 +46,7 @@ def _program() -> Path | None:
 
 
 def is_here() -> bool:
-    """Whether there are a server and what its client is built with."""
+    """Whether the server is available, and what its client is built with."""
     headers = (_FETCHED / "include/hiredis/hiredis.h", Path("/usr/include/hiredis/hiredis.h"))
     return _program() is not None and any(header.exists() for header in headers)
 
@@ -57,7 +57,7 @@ def _environment() -> dict[str, str]:
 
 
 def _client() -> Path:
-    """Built once, with what is here."""
+    """The client, built once for this machine."""
     source, program = Path(__file__).with_name("redis_client.c"), Path("build/redis_client")
     if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
         program.parent.mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ def _client() -> Path:
 
 
 class Redis:
-    """A server in a folder of its own."""
+    """A server with its own folder."""
 
     def __init__(self, folder: Path, form: str) -> None:
         if not is_here():
@@ -89,11 +89,11 @@ class Redis:
 
     @property
     def keeps(self) -> bool:
-        """Whether what it has acknowledged survives it."""
+        """Whether acknowledged writes survive the server."""
         return "yes" in FORMS[self._form]
 
     def start(self) -> None:
-        """Start it, and wait until it has read what it kept and takes calls."""
+        """Start it, and wait until it has loaded its file and accepts calls."""
         program = _program()
         assert program is not None
         self._process = subprocess.Popen(
@@ -119,19 +119,19 @@ class Redis:
             return b""
 
     def client(self) -> Worker:
-        """A client, whose keys are nobody else's."""
+        """Start a client with its own keys."""
         self._salts += 1
         return Worker([_client(), str(self._port), str(self._salts)], _environment())
 
     def flush(self) -> None:
-        """What it has written goes to the drive now, and not while somebody else is measured."""
+        """Write its data to the drive now, and not while another contender is measured."""
         for path in self._folder.glob("appendonlydir/*.aof"):
             fd = os.open(path, os.O_RDONLY)
             os.fdatasync(fd)
             os.close(fd)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self._end(signal.SIGKILL)
 
     def _end(self, number: signal.Signals) -> None:
@@ -143,7 +143,7 @@ class Redis:
             self._process.wait()
 
     def close(self) -> None:
-        """End it; what it kept is of no use."""
+        """Stop it; its data is no longer needed."""
         if self._process.poll() is None:
             self._end(signal.SIGKILL)
 

@@ -1,10 +1,10 @@
-"""A client in a process of its own that replays requests against one node or several, and says how long each took.
+"""A client in its own process that replays requests against one or more nodes, and reports how long each took.
 
     python -m benchmarks.twin.replaying_client BLOCK_BYTES_MAX BLOCKS_MAX SALT HOST:PORT [HOST:PORT ...]
 
-A line on standard input is the name of a JSON file: how large a block is, and requests, `[user, [block, ...]]` each.
-For every request it gets all blocks from the user's home at once, then puts those that were missing and waits until
-they are written. It answers with the name of a file of rows, a `Row` each.
+Each line on standard input is the name of a JSON file with the size of a block, and requests, `[user, [block, ...]]`
+each. For every request it gets all blocks from the user's home at once, then puts the missing ones and waits until they
+are written. It answers with the name of a file of rows, a `Row` each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MARK_BYTES = 8
 
 
 class Row(NamedTuple):
-    """How a request went."""
+    """The result of a request."""
 
     started_ns: int
     ended_ns: int
@@ -86,7 +86,7 @@ class _Client:
 
 
 def main(block_bytes: str, blocks_max: str, salt: str, *targets: str) -> None:
-    """Obey until standard input ends."""
+    """Execute commands until standard input ends."""
     client = _Client(int(block_bytes), int(blocks_max), salt.encode(), list(targets))
     print("ok", flush=True)
     try:

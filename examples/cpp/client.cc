@@ -13,7 +13,7 @@
 //     other bytes under the same key: KeyTaken
 //
 // Debian has what it needs: apt-get install g++ pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc libssl-dev
-// docs/grpc.md says what a client has to know beside the .proto files.
+// docs/grpc.md has everything else that a client needs to know.
 
 #include <chrono>
 #include <iostream>
@@ -36,7 +36,7 @@ std::string digest(const std::string &text) {
   return made;
 }
 
-// A key is 32 bytes of the application's choice, a layout's fingerprint 16: digests of all that decides a block's bytes.
+// A key has 32 bytes, a layout's fingerprint 16: digests, made by the application, of everything that determines the bytes.
 kv::BlockName name_of(const std::string &tokens, size_t length) {
   kv::BlockName name;
   name.set_key(digest("my model\n" + tokens));
@@ -72,7 +72,7 @@ std::string put(kv::KvStore::Stub &node, const kv::BlockName &name, const std::s
   return status.ok() ? kv::Durability_Name(answer.durability()) : error_of(context, status);
 }
 
-// The block in `bytes`, or the reason why it is not served: a miss is an answer, and no error.
+// The block in `bytes`, or the reason why it is not served; a miss is not an error.
 std::string get(kv::KvStore::Stub &node, const kv::BlockName &name, std::string &bytes) {
   grpc::ClientContext context;
   context.set_deadline(std::chrono::system_clock::now() + DEADLINE);

@@ -1,6 +1,6 @@
-"""LMCache: what vLLM computes is on a node, so that an LMCache server that begins with nothing has it.
+"""LMCache: KV that vLLM has computed is on a node, where a new LMCache server with empty memory finds it.
 
-MODEL is any that vLLM serves.
+MODEL is any model that vLLM serves.
 
     $ kvstore serve --data ./node &
     $ examples/lmcache/server.sh MODEL &

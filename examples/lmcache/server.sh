@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# LMCache's own server, with a node of ours behind it. MODEL names the weights, for LMCache names a model and no more.
+# LMCache's own server, with a node behind it. MODEL identifies the weights, because LMCache knows only a model's name.
 #
 #     examples/lmcache/server.sh MODEL
 exec lmcache server --host 127.0.0.1 --port 5555 --http-host 127.0.0.1 --http-port 8080 \

@@ -7,7 +7,7 @@
 //     got the same bytes: true
 //     a block that nobody put: MISS_REASON_UNKNOWN
 //
-// docs/grpc.md says what a client has to know beside the .proto files.
+// docs/grpc.md has everything else that a client needs to know.
 
 import { createHash } from "node:crypto";
 import { join } from "node:path";
@@ -23,7 +23,7 @@ const DEADLINE_MS = 10_000;
 const client = new kvstore.v1.KvStore("127.0.0.1:7070", grpc.credentials.createInsecure());
 const deadline = () => ({ deadline: Date.now() + DEADLINE_MS });
 
-// A key is 32 bytes of the application's choice, a layout's fingerprint 16: digests of all that decides a block's bytes.
+// A key has 32 bytes, a layout's fingerprint 16: digests, made by the application, of everything that determines the bytes.
 const key = (...parts: string[]) => createHash("sha256").update(JSON.stringify(parts)).digest();
 const fingerprint = createHash("sha256").update("my model, bf16").digest().subarray(0, 16);
 
@@ -37,7 +37,7 @@ function put(name: object, data: Buffer): Promise<string> {
   });
 }
 
-// The block, or the reason of its miss: a miss is an answer, and no error.
+// The block, or the reason of its miss; a miss is not an error.
 function get(name: object): Promise<Buffer | { reason: string; detail: string }> {
   return new Promise((resolve, reject) => {
     const chunks: Buffer[] = [];
@@ -63,7 +63,7 @@ async function main() {
 }
 
 main().catch((error: grpc.ServiceError) => {
-  // What failed is named by the trailer `kvstore-error`; its sentence is the call's details.
+  // The trailer `kvstore-error` names the error; the call's details are a sentence about it.
   console.error(error.metadata?.get("kvstore-error")[0] ?? error.code, error.details ?? error);
   process.exitCode = 1;
 });

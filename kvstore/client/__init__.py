@@ -19,10 +19,10 @@ True
 True
 
 `Client` has all calls of one node, `Session` those of one session, `ClusterClient` spreads blocks over a cluster,
-`AsyncClient` and `AsyncClusterClient` are for asyncio. A get gives a `Hit` or a `Miss` with its reason for each block;
-`Client.explain` and `Client.looked_up` say more about a miss. `kvstore.errors` has the errors, `kvstore.testing` nodes
-for tests, `help(...)` an example of each method: it continues the example of its class, and that one continues the
-example of `Client`, or of the class that makes its objects.
+`AsyncClient` and `AsyncClusterClient` are for asyncio. A get returns for each block a `Hit`, or a `Miss` with its
+reason; `Client.explain` and `Client.looked_up` say more about a miss. `kvstore.errors` has the errors,
+`kvstore.testing` nodes for tests. Each method has an example in its `help`; it continues the example of its class,
+which continues that of `Client` or of the class that makes its objects.
 """
 
 from kvstore.client.arrivals import Arrival, Arrivals

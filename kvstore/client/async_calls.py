@@ -1,7 +1,7 @@
 """Makes a client's calls in threads of its own, for asyncio.
 
-What always holds: when an awaited call returns, its function has returned, also if the call was cancelled: the
-cancellation is delivered after that. What a cancelled call has made is undone before, so nothing of it is left in
+What always holds: when an awaited call returns, its function has returned, even if the call was cancelled: the
+cancellation is delivered after that. Whatever a cancelled call has created is undone first, so nothing of it is left in
 flight.
 What it doesn't do: end a function early. It ends by its own deadline.
 """
@@ -54,7 +54,7 @@ class CallThreads:
             raise Closed("The client is closed.") from error
 
     async def close(self, close: Callable[[], None]) -> None:
-        """Close the client by this function, and wait for calls that are under way, also if this is cancelled."""
+        """Close the client by this function, and wait for calls that are under way, even if this is cancelled."""
 
         def close_all() -> None:
             close()
@@ -69,7 +69,7 @@ class CallThreads:
 
 
 async def _ended(under_way: asyncio.Future[Any]) -> None:
-    """Wait for its end, whoever cancels this meanwhile."""
+    """Wait for its end, even if this is cancelled meanwhile."""
     while not under_way.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait([under_way])

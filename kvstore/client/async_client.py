@@ -277,7 +277,7 @@ class AsyncClient:
     async def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """As `Client.explain`.
 
-        >>> [told.stored for told in await client.explain([key])]
+        >>> [explained.stored for explained in await client.explain([key])]
         [True]
         """
         return await self.call(self.sync.explain, keys)

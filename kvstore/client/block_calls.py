@@ -222,7 +222,7 @@ class BlockCalls:
 def durability_message(durability: Durability) -> kvstore_pb2.Durability:
     """The proto's word for it; the numbers are the same."""
     if not isinstance(durability, Durability):
-        raise InvalidArgument(f"A durability is one of Durability, not {durability!r}.")
+        raise InvalidArgument(f"A durability is a Durability, such as WRITTEN, not {durability!r}.")
     return cast("kvstore_pb2.Durability", int(durability))
 
 

@@ -130,8 +130,8 @@ def view_of(data: Data) -> memoryview:
     """A block's bytes, its pieces joined."""
     try:
         view = memoryview(b"".join(data) if isinstance(data, (list, tuple)) else data).cast("B")
-    except TypeError as error:
-        raise InvalidArgument(f"A block's data is bytes or a list of its pieces: {error}.") from None
+    except TypeError:
+        raise InvalidArgument("A block's data is contiguous bytes, or a list of such pieces.") from None
     if not BLOCK_BYTES_MIN <= len(view) <= BLOCK_BYTES_MAX:
         raise InvalidArgument(f"A block has 1 byte to {show_size(BLOCK_BYTES_MAX)}, not {len(view)} bytes.")
     return view
@@ -307,7 +307,7 @@ def check_how(flag: object, durability: object) -> None:
             raise InvalidArgument("A flag is one word of FlagWords, such as flags[0], not the FlagWords.")
         raise InvalidArgument(f"A flag is one word of FlagWords or a Counter, not {type(flag).__name__}.")
     if not isinstance(durability, Durability):
-        raise InvalidArgument(f"A durability is one of Durability, not {shown(durability)}.")
+        raise InvalidArgument(f"A durability is a Durability, such as WRITTEN, not {shown(durability)}.")
 
 
 def checked_timeout(timeout_s: float, what: str = "A timeout") -> float:

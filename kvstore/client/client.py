@@ -440,8 +440,8 @@ class Client(Handle):
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """Report where each block is, or why it was removed, as far as the node remembers.
 
-        >>> (told,) = client.explain([key])
-        >>> told.stored
+        >>> (explained,) = client.explain([key])
+        >>> explained.stored
         True
         """
         return self._blocks.explain(keys)

@@ -45,13 +45,13 @@ __all__ = ["Ahead", "ArmedAhead", "PutPlaces"]
 log = logging.getLogger(__name__)
 
 _CLOCK = SystemClock()
-_AWAY = (NodeUnavailable, FabricError)  # what a put fails with whose node went away
-_NOT_ARMED = (*_AWAY, DeadlineExceeded, Overloaded)  # after which arming is tried again
+_AWAY = (NodeUnavailable, FabricError)  # errors of puts whose node went away
+_NOT_ARMED = (*_AWAY, DeadlineExceeded, Overloaded)  # before arming is tried again
 _AGAIN_NS = CLUSTER_AHEAD_AGAIN_MS * 1_000_000
 
 
 class _Armed(Protocol):
-    """What is used of `ArmedPuts`."""
+    """The part of `ArmedPuts` that is used here."""
 
     @property
     def has_ended(self) -> bool: ...
@@ -102,7 +102,7 @@ class _Part:
 class _Waiting:
     """A put that is armed nowhere."""
 
-    error: KvError  # what it is told at its deadline
+    error: KvError  # its error at its deadline
     has_fired: bool
     due_ns: int = 0  # when it is tried again
     is_arming: bool = False
@@ -120,7 +120,7 @@ class PutPlaces:
     ) -> None:
         """Each part is a node, the places of its keys, and what arming returned. Without `ahead` nothing moves."""
         self._keys, self._copies, self._ahead = keys, copies, ahead
-        self.lock = threading.RLock()  # held while a caller decides what it is told
+        self.lock = threading.RLock()  # held while a caller's results are determined
         self._armed = threading.Condition(self.lock)
         self._moving = threading.Lock()  # held while puts are withdrawn and armed
         self._parts: list[_Part] = []
@@ -207,7 +207,7 @@ class PutPlaces:
             return each
 
     def note_told(self, results: Sequence[PutResult]) -> None:
-        """The caller is told this of each block, and may reuse the sources of those that have landed or failed."""
+        """Note the results that the caller gets: it may reuse the sources of blocks that have landed or failed."""
         with self.lock:
             if self._ahead is not None:
                 for at, result in enumerate(results):
@@ -257,7 +257,7 @@ class PutPlaces:
         return good + len(self._waiting[at]) >= self._copies
 
     def _drop(self, at: int) -> None:
-        """The puts of this block that wait for an owner have failed; one that is being armed goes on."""
+        """Fail the puts of this block that wait for an owner; one that is being armed continues."""
         some = self._waiting.pop(at, [])
         self._failed[at] += [self._ended_by(at, one) for one in some if not one.is_arming]
         if going := [one for one in some if one.is_arming]:
@@ -272,7 +272,7 @@ class PutPlaces:
     # --- following the map
 
     def follow(self, now: Map) -> bool:
-        """Withdraw what is in the wrong place, and arm what is in none; returns whether there is more to follow."""
+        """Withdraw puts at former owners, and arm those that are armed nowhere; returns whether any may still move."""
         with self._moving:
             with self.lock:
                 if (ahead := self._ahead) is None:
@@ -285,7 +285,7 @@ class PutPlaces:
                 self._look(ahead)
                 for part in (one for one, _ in leaving if not one.puts.has_ended):
                     if all(one.node != part.node for one in now.members):
-                        ahead.suspect(part.node)  # what has fired there waits for its answer
+                        ahead.suspect(part.node)  # puts that have fired there wait for their answers
                 wanted = self._wanted(ahead, now)
             for at_once, armings in wanted.items():
                 self._arm(ahead, armings, at_once=at_once)
@@ -362,7 +362,7 @@ class PutPlaces:
     # --- the end
 
     def stop(self, error: KvError) -> int:
-        """Arm nothing again: puts that wait for an owner have failed, with this error if they had not fired.
+        """Stop arming: puts that wait for an owner fail, with this error if they had not fired.
 
         Returns how many those were.
         """
@@ -402,7 +402,7 @@ class ArmedAhead:
             self._changed.notify()
 
     def close(self) -> None:
-        """Follow nothing any more; it waits for an attempt that is under way. In a forked child this does nothing."""
+        """Stop following the map, once an attempt that is under way has ended. In a forked child this does nothing."""
         if os.getpid() != self._pid:
             return
         with self._changed:

@@ -151,7 +151,7 @@ def now_s() -> float:
 
 
 def seconds_until(until_s: float) -> float:
-    """How long it is until then; 0 if it is over."""
+    """Seconds until a time; 0 if it has passed."""
     return max(0.0, until_s - now_s())
 
 
@@ -159,14 +159,14 @@ def merged(key: bytes, each: Sequence[PutResult], copies: int) -> PutResult:
     """The result for a block with this many wanted copies, from the results of its puts."""
     good = [one for one in each if one.error is None]
     taken = [one for one in each if one.has_block and one.error is not None]
-    # Also if enough owners have this block: a get from the others would return another one.
+    # Even if enough owners have this block: a get from the others would return another one.
     if taken and len(good) + len(taken) >= copies:
         return taken[0]
     if len(good) < copies:
         bad = [one for one in each if one.error is not None]
         if bad:
             late = [one for one in bad if isinstance(one.error, DeadlineExceeded)]
-            # What may still succeed is not told as failed, and what can't is not told as under way.
+            # A put that may still succeed is not reported as failed, nor one that can't as under way.
             told = late if len(good) + len(late) >= copies else [one for one in bad if one not in late]
             one = (told or bad)[0]
             # The source is in use until all of them have landed.

@@ -58,7 +58,7 @@ class Removals:
     def __init__(
         self, nodes: Nodes, each: Callable[..., Mapping[str, Any]], closing: threading.Event, clock: Clock
     ) -> None:
-        """`each` makes a call of several nodes at the same time; nothing waits on once `closing` is set."""
+        """`each` makes a call of several nodes at the same time; waiting ends once `closing` is set."""
         self._nodes, self._each, self._closing, self._clock = nodes, each, closing, clock
 
     def delete(self, keys: Sequence[bytes], durability: Durability, timeout_s: float) -> list[bool]:

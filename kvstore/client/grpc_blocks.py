@@ -119,7 +119,7 @@ class InlineCalls:
 
         span = None if self._spans is None else self._spans.inline("kvstore.put")
         try:
-            with within(span), self._calling("An inline put"):
+            with within(span), self._calling("Putting a block"):
                 reached = Durability(self._stub.Put(parts(), timeout=self._within(timeout_s)).durability)
         except KvError as error:
             if span is not None:
@@ -147,7 +147,7 @@ class InlineCalls:
             with (
                 self._lookups.looking(Kind.GET, 1) as metadata,
                 within(span),
-                self._calling("An inline get"),
+                self._calling("Getting a block"),
             ):
                 for part in self._stub.Get(request, timeout=timeout_s, metadata=metadata):
                     if part.HasField("miss"):
@@ -184,7 +184,7 @@ class InlineCalls:
         )
         try:
             parts = _noting(self._parts(head, views, keys, domain), mistakes)
-            with within(span), self._calling("A stream of puts"):
+            with within(span), self._calling("Putting blocks"):
                 for answer in self._put_batch(parts, timeout=self._within(timeout_s, many=True)):
                     ended.update((end.number, end) for end in answer.ends)
         except UsageError:
@@ -263,7 +263,7 @@ class InlineCalls:
         try:
             with (
                 self._lookups.looking(Kind.GET, len(names)) as metadata,
-                self._calling("A stream of gets"),
+                self._calling("Getting blocks"),
             ):
                 for outcome in self._outcomes(names, timeout_s, metadata, span):
                     given += 1

@@ -88,13 +88,13 @@ class Reader:
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._digest = blake2b(digest_size=_DIGEST_BYTES, person=b"tkv session file")
-        magic, fingerprint, blocks, turns = _HEAD.unpack(self._read_checked(_HEAD.size, "its head"))
+        magic, fingerprint, blocks, turns = _HEAD.unpack(self._read_checked(_HEAD.size, "the header"))
         if magic != _MAGIC:
             raise SessionFileError("The file is not an exported session, or one of a newer version.")
         if not blocks <= SESSION_BLOCKS_MAX or not turns <= SESSION_TURNS_MAX:
             raise SessionFileError(f"No session has {blocks} blocks and {turns} turns.")
         turns_bytes = turns * _TURN.size
-        listed = self._read_checked(turns_bytes + blocks * KEY_BYTES, "its list of blocks")
+        listed = self._read_checked(turns_bytes + blocks * KEY_BYTES, "the list of blocks")
         self.content = Content(
             fingerprint,
             [Turn._make(one) for one in _TURN.iter_unpack(listed[:turns_bytes])],
@@ -106,26 +106,28 @@ class Reader:
             or sorted({*firsts, blocks}) != [*firsts, blocks]
             or (blocks > 0) != (turns > 0)
         ):
-            raise SessionFileError("The session in the file has turns that do not follow each other.")
+            raise SessionFileError("The turns of the session in the file are not in order.")
 
     def blocks(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield key and payload of each block."""
         for place in self.content.places():
             number, length, crc = _BLOCK.unpack(self._read_checked(_BLOCK.size, f"block {place}"))
             if number != place or not BLOCK_BYTES_MIN <= length <= BLOCK_BYTES_MAX:
-                raise SessionFileError(f"Block {place} of the session is not where it belongs in the file.")
+                raise SessionFileError(f"Block {place} of the session is not in its place in the file.")
             payload = self._read(length, f"block {place}")
             if crc32c(payload) != crc:
-                raise SessionFileError(f"Block {place} of the session fails its check: the file was changed.")
+                raise SessionFileError(
+                    f"Block {place} of the session has a wrong checksum: the file was changed."
+                )
             yield self.content.keys[place], payload
 
     def read_end(self) -> None:
         """Check that the file ends here and was not changed."""
-        if self._read(len(_END), "its end") != _END:
-            raise SessionFileError("The file does not end where the session does.")
+        if self._read(len(_END), "the end mark") != _END:
+            raise SessionFileError("The file has no valid end mark: it was changed.")
         digest = self._digest.digest()
-        if self._read(_DIGEST_BYTES, "its end") != digest:
-            raise SessionFileError("The file fails its check as a whole: it was changed.")
+        if self._read(_DIGEST_BYTES, "the end mark") != digest:
+            raise SessionFileError("The file has a wrong digest: it was changed.")
         if self._file.read(1):
             raise SessionFileError("The file has data after the end of the session.")
 
@@ -134,7 +136,7 @@ class Reader:
         (crc,) = _CRC.unpack(self._read(_CRC.size, what))
         if crc32c(part) != crc:
             raise SessionFileError(
-                f"The file fails its check in {what}: it is not an exported session, or was changed."
+                f"The file is not an exported session, or was changed: {what} has a wrong checksum."
             )
         return part
 

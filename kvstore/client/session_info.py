@@ -23,7 +23,7 @@ class SessionInfo:
     blocks: int
     tokens: int
     turns: tuple[TurnInfo, ...]
-    expires_unix_ms: int = 0  # 0: it does not end by itself
+    expires_unix_ms: int = 0  # 0: it does not expire
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,5 +34,5 @@ class ListedSession:
     blocks: int
     turns: int
     tokens: int
-    last_turn_unix_ms: int  # 0: it has none
-    expires_unix_ms: int = 0  # 0: it does not end by itself
+    last_turn_unix_ms: int  # 0: it has no turns
+    expires_unix_ms: int = 0  # 0: it does not expire

@@ -125,7 +125,10 @@ class SessionCalls:
 
     def of_user(self, user: str) -> Iterator[ListedSession]:
         """As `Client.sessions`."""
-        check_name("A user", user)
+        check_name("A user", user)  # now, not at the first session
+        return self._each_of(user)
+
+    def _each_of(self, user: str) -> Iterator[ListedSession]:
         token = b""
         while True:
             request = pb.ListSessionsRequest(tenant=self.client.tenant, user=user, page_token=token)

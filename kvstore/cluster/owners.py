@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvstore.limits import OWNERS_MAX
+from kvstore.limits import OWNER_DRAWS_AT_ONCE, OWNERS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,6 @@ _MIXED: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _DRAW_BITS: Final = 53  # of a float's
 _PLACE_BITS: Final = 64 // OWNERS_MAX
 _PLACE: Final = (1 << _PLACE_BITS) - 1
-_CELLS: Final = 1 << 19  # draws in memory at a time
 
 
 class Owners:
@@ -60,7 +59,7 @@ class Owners:
 
     def orders(self) -> npt.NDArray[np.int64]:
         """The same for all lots, a row each. It takes 15 ns or so for each lot and node, and is not kept."""
-        lots, some = len(self._known), max(1, _CELLS // len(self._seeds))
+        lots, some = len(self._known), max(1, OWNER_DRAWS_AT_ONCE // len(self._seeds))
         return np.concatenate([self._drawn(at, min(at + some, lots)) for at in range(0, lots, some)])
 
     def _drawn(self, first: int, until: int) -> npt.NDArray[np.int64]:

@@ -31,21 +31,22 @@ __all__ = ["check_node"]
 _MEANS = {
     "name": "The node's address.",
     "connection": "The network works.",
-    "TLS": "Both ends are authenticated.",
+    "TLS": "The connection is encrypted, and the node is authenticated.",
     "protocol": "It is a node.",
 }
+_NO_CALL = "No call reaches the node."
 
 
 def check_node(reach: Reach) -> Iterator[Result]:
     """Walk the steps towards one node."""
     try:
         for step in steps(reach):
-            status = "ok" if step.is_done else "fail"
-            yield Result(step.name, status, step.said, _MEANS[step.name], step.advice)  # type: ignore[arg-type]
             if not step.is_done:
+                yield Result(step.name, "fail", step.said, _NO_CALL, step.advice)
                 return
+            yield Result(step.name, "ok", step.said, _MEANS[step.name], step.advice)
     except ConfigError as error:
-        yield Result("TLS", "fail", str(error), _MEANS["TLS"], "Check ca, certificate and key.")
+        yield Result("TLS", "fail", str(error), _NO_CALL, "Check ca, certificate and key.")
         return
     if reach.transport == AUTO:
         reach = replace(reach, transport=FABRIC)  # otherwise all would seem well without a fabric

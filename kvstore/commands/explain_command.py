@@ -64,23 +64,17 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
         asked = " ".join(filter(None, (request_id, "/".join(filter(None, session)))))
         remembered = sum(one.remembered for one, _ in told.values())
         since_ms = min((one.since_unix_ms for one, _ in told.values() if one.remembered), default=0)
-        since = f", the earliest of {_date(since_ms)}" if since_ms else ""
-        who, have, these = (
-            ("The node has", "it has", "this node")
-            if len(told) == 1
-            else ("The nodes have", "they have", "them")
-        )
+        since = f" since {_date(since_ms)}" if since_ms else ""
+        who, these = ("The node remembers", "this node") if len(told) == 1 else ("The nodes remember", "them")
         if as_json:
             print(json.dumps(_documents(told, names), indent=2))  # noqa: T201 - its output
         missing = f"{who} no look-up{f' of {asked}' if asked else ''}"
-        if not remembered:
-            other = ", nor any other of this tenant" if asked else " of this tenant"
-            said = f"{missing}{other}: it has not requested blocks from {these} yet."
+        if remembered:
+            others = f"{remembered} of this tenant{since}"
+            said = f"{missing}, but {others}: check the id, and whether the request went to {these}."
         else:
-            said = (
-                f"{missing}; {have} {remembered} of this tenant's{since}. Did the request go to {these}, and is its id"
-                " right?"
-            )
+            other = ", nor any other of this tenant" if asked else " of this tenant"
+            said = f"{missing}{other}, which has not requested blocks from {these} yet."
         print(f"kvstore: {said}", file=sys.stderr)  # noqa: T201 - its output
         return Status.NO
     if as_json:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvstore.errors import NoKeyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.keyring_state import read_status, why_not_the_drives
-from kvstore.storage.drive_files import FolderBay
+from kvstore.storage.drive_files import FolderDrives
 from kvstore.storage.folder import drive_path
 from kvstore.storage.superblock import read_superblock
 
@@ -27,7 +27,7 @@ __all__ = ["keyring_flaw", "marks_of"]
 def marks_of(data: Path) -> list[KeyringMark]:
     """Return what the drives that can be read have of their keyring."""
     marks = []
-    for number in FolderBay(data, None).linked():
+    for number in FolderDrives(data, None).linked():
         with suppress(OSError):
             superblock = read_superblock(drive_path(data, number))
             if superblock is not None and superblock.keyring is not None:

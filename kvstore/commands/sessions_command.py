@@ -7,6 +7,7 @@ digests, so the user has to be named.
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,10 +18,10 @@ from kvstore.client.blocks import KnownLayout
 from kvstore.client.session_file import Reader
 from kvstore.commands.whole_file import whole_file
 from kvstore.config import counted, printable
-from kvstore.errors import ConfigError, SessionFileError
+from kvstore.errors import ConfigError, NoSession, SessionFileError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from kvstore.client import ListedSession
@@ -42,6 +43,16 @@ class Asked(NamedTuple):
         """A client of that node."""
         return Client(self.reach, layout=layout)
 
+    @contextmanager
+    def naming(self, session: str) -> Iterator[None]:
+        """Name the session in the node's error if there is none."""
+        try:
+            yield
+        except NoSession:
+            raise NoSession(
+                f"The user {self.user!r} has no session {session!r} on {self.reach.node}."
+            ) from None
+
 
 def list_all(asked: Asked, *, as_json: bool = False) -> int:
     """Print them; returns the exit status."""
@@ -53,7 +64,7 @@ def list_all(asked: Asked, *, as_json: bool = False) -> int:
 
 def export_one(asked: Asked, session: str, path: Path, *, as_json: bool = False) -> int:
     """Write a session into a file, which appears only when it is complete; returns the exit status."""
-    with asked.client() as client:
+    with asked.client() as client, asked.naming(session):
         keys = client.session(asked.user, session).keys()
         first = client.exists(keys[:1], any_layout=True)[0] if keys else None
     if not isinstance(first, Stored):

@@ -31,7 +31,7 @@ __all__ = [
     "table",
 ]
 
-_SINCE = "Since the node began"
+_SINCE = "Since the node started"
 _NOW = "Now"
 _MINE = "Of this tenant"
 _LAST_COUNTER = "quarantined"

@@ -64,7 +64,7 @@ def run(turns: int, tokens: int, *, as_json: bool = False) -> int:
 
 
 def _quiet(_: str) -> None:
-    """Say nothing."""
+    """Print nothing."""
 
 
 def _process(what: str, node: str, home: Path, turns: int, tokens: int) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class NodeProcess:
         return process.stdout.readline()
 
     def kill(self) -> None:
-        """SIGKILL: no good-byes."""
+        """Send SIGKILL."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> int:

@@ -3,7 +3,7 @@
 A client that finds a block on its second owner puts it back to the first. Between its get and that put, the block may
 have been deleted on both.
 
-What always holds: a copy is refused if its block was deleted since it was read, by this node's own clock; also if it
+What always holds: a copy is refused if its block was deleted since it was read, by this node's own clock; and if it
 was read before the node started, or before a deletion that is no longer remembered. At most `DELETIONS_KEPT_MAX` are
 remembered. For `ERASED_COPIES_REFUSED_MS` after an erasure began here, copies of what it erases are refused.
 What it doesn't do: refuse a normal put of a deleted block.

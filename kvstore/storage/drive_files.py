@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from kvstore.config import DriveSpec
     from kvstore.storage.disk import Disk
 
-__all__ = ["Bay", "FolderBay"]
+__all__ = ["DriveSource", "FolderDrives"]
 
 
-class Bay(Protocol):
-    """Opens drives by their numbers."""
+class DriveSource(Protocol):
+    """The drives that a store opens, by their numbers."""
 
     def numbers(self) -> Sequence[int]:
         """Return the numbers of the drives."""
@@ -50,7 +50,7 @@ class Bay(Protocol):
         ...
 
 
-class FolderBay:
+class FolderDrives:
     """The drives of a data folder."""
 
     def __init__(self, data: Path, capacity_bytes: int | None, drives: Sequence[DriveSpec] = ()) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from kvstore.errors import Corrupt
 from kvstore.limits import (
+    EXTENTS_AT_ONCE,
     LENT_LARGE_RECORDS,
     LENT_PAGES,
     LENT_SHARE,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Extents", "lent_pages"]
 
-_AT_ONCE: Final = 4096  # requested at a time
+
 _LONGEST: Final = (1 << 64) - 1
 
 
@@ -151,7 +152,7 @@ class Extents:
     def after(self, page: int) -> list[tuple[int, int]]:
         """Return the free extents that end after a page, in order."""
         found: list[tuple[int, int]] = []
-        while some := self._some_after(page, _AT_ONCE):
+        while some := self._some_after(page, EXTENTS_AT_ONCE):
             found += zip(some[::2], some[1::2], strict=True)
             page = sum(found[-1])
         return found

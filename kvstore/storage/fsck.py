@@ -27,7 +27,7 @@ from kvcli.running import Status
 from kvstore.errors import ConfigError, Corrupt, StorageError
 from kvstore.limits import BATCH_BLOCKS_MAX, PAGE_BYTES
 from kvstore.storage.doubts import Doubts
-from kvstore.storage.drive_files import FolderBay
+from kvstore.storage.drive_files import FolderDrives
 from kvstore.storage.drive_set import count_drives, read_set
 from kvstore.storage.folder import FolderLock, index_path, kernel_boot_id, sync_folder
 from kvstore.storage.index import Index
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.storage.disk import Disk, Progress
-    from kvstore.storage.drive_files import Bay
+    from kvstore.storage.drive_files import DriveSource
     from kvstore.storage.index import Entry, Name
     from kvstore.storage.sealing import OpenKeys
 
@@ -151,7 +151,7 @@ def check(
     *,
     repair: bool = False,
     payloads: bool = False,
-    bay: Bay | None = None,
+    source: DriveSource | None = None,
     boot_id: str | None = None,
     progress: Progress | None = None,
     open_keys: OpenKeys | None = None,
@@ -159,13 +159,13 @@ def check(
     """Check a folder; with `repair`, replace wrong indexes by ones made from the drives."""
     if not data.is_dir():
         raise ConfigError(f"There is no data folder {data}.")
-    if bay is None and not FolderBay(data, None).linked():
-        raise ConfigError(f"There is no drive in {data}.")
+    if source is None and not FolderDrives(data, None).linked():
+        raise ConfigError(f"The folder {data} has no drive.")
     report = Report()
     with ExitStack() as last:
         lock = FolderLock(data)
         last.callback(lock.release)
-        usable = usable_drives(data, bay or FolderBay(data, None), report, last)
+        usable = usable_drives(data, source or FolderDrives(data, None), report, last)
         keys = opened_keys(data, [one[2] for one in usable], open_keys) if usable else None
         if keys is not None:
             last.callback(keys.close)
@@ -187,10 +187,10 @@ def check(
 
 
 def usable_drives(
-    data: Path, bay: Bay, report: Report, last: ExitStack
+    data: Path, source: DriveSource, report: Report, last: ExitStack
 ) -> list[tuple[int, Disk, Superblock]]:
     """Return the drives that an opening would trust; report the others. If there is none, raise what is wrong."""
-    disks, found = find_drives(bay, last)
+    disks, found = find_drives(source, last)
     drive_set = read_set(data)
     count = count_drives(found, drive_set)
     usable = []

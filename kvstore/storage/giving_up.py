@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.errors import ConfigError, StorageError
 from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, FINGERPRINT_BYTES, KEY_BYTES, TENANT_BYTES
-from kvstore.storage.drive_files import FolderBay
+from kvstore.storage.drive_files import FolderDrives
 from kvstore.storage.folder import FolderLock
 from kvstore.storage.fsck import Report, usable_drives
 from kvstore.storage.recovery import scan
@@ -65,8 +65,8 @@ class EncryptedStore(Handle):
 
     def __init__(self, data: Path) -> None:
         """Lock it and look at its drives; ConfigError if none is encrypted, StorageError if one can't be used."""
-        if not data.is_dir() or not FolderBay(data, None).linked():
-            raise ConfigError(f"There is no drive in {data}.")
+        if not data.is_dir() or not FolderDrives(data, None).linked():
+            raise ConfigError(f"The folder {data} has no drive.")
         with ExitStack() as undo:
             undo.callback(FolderLock(data).release)
             self._drives = _drives(data, undo)
@@ -103,7 +103,7 @@ class EncryptedStore(Handle):
 
 def _drives(data: Path, undo: ExitStack) -> list[tuple[int, Disk, Superblock]]:
     report = Report()
-    drives = usable_drives(data, FolderBay(data, None), report, undo)
+    drives = usable_drives(data, FolderDrives(data, None), report, undo)
     if "unusable drives" in report.damage:
         raise StorageError(f"Not all drives can be used: {report.examples['unusable drives']}")
     if all(superblock.keyring is None for _, _, superblock in drives):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.storage.disk import Disk, Progress
-    from kvstore.storage.drive_files import Bay
+    from kvstore.storage.drive_files import DriveSource
     from kvstore.storage.drive_set import Plan
     from kvstore.storage.folder import FolderLock
     from kvstore.storage.sealing import Keys, OpenKeys
@@ -48,7 +48,7 @@ _SECRET_BYTES: Final = 32
 def open_drives(
     data: Path,
     lock: FolderLock,
-    bay: Bay,
+    source: DriveSource,
     *,
     clock: Clock,
     without: Collection[int] = (),
@@ -63,8 +63,8 @@ def open_drives(
     """
     with ExitStack() as undo:
         with ExitStack() as undo_links:
-            undo_links.callback(bay.take_back)
-            disks, found = find_drives(bay, undo, without)
+            undo_links.callback(source.take_back)
+            disks, found = find_drives(source, undo, without)
             todo = plan(found, read_set(data), indexes=indexes_in(data), without=without)
             superblocks = {number: one for number, one in found.items() if isinstance(one, Superblock)}
             if todo.begins:
@@ -97,16 +97,16 @@ def open_drives(
 
 
 def find_drives(
-    bay: Bay, undo: ExitStack, without: Collection[int] = ()
+    source: DriveSource, undo: ExitStack, without: Collection[int] = ()
 ) -> tuple[dict[int, Disk], dict[int, Superblock | StorageError | None]]:
     """Open the disks that can be opened, to be closed by `undo`; return them, and each drive's superblock or error."""
     disks: dict[int, Disk] = {}
     found: dict[int, Superblock | StorageError | None] = {}
-    for number in bay.numbers():
+    for number in source.numbers():
         if number in without:
             continue
         try:
-            disk = bay.open(number)
+            disk = source.open(number)
             undo.callback(disk.close)
             disks[number] = disk
             found[number] = find_superblock(disk)

@@ -17,7 +17,7 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.errors import Corrupt, StorageError
-from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCAN_UNREADABLE_PAGES_MAX
+from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCAN_BATCH_RECORDS, SCAN_UNREADABLE_PAGES_MAX
 from kvstore.storage.extents import Extents
 from kvstore.storage.index import Entry
 from kvstore.storage.live_roll import Roll
@@ -51,7 +51,7 @@ _WINDOW_BYTES: Final = 256 << 10  # one read of this much costs little more than
 _JUMPED_OVER_BYTES: Final = (
     64 << 10
 )  # records larger than this are not worth reading for the headers after them
-_BATCH_RECORDS: Final = 4096
+
 _GENERATION: Final = struct.Struct("<Q")  # in the clear in an encrypted header, whose tag was right
 _GENERATION_AT: Final = 16
 
@@ -110,7 +110,7 @@ def rebuild(
                 continue
             entry = _entry_of(offset, header)
             batch.append(((header.tenant, header.key), entry))
-            if len(batch) == _BATCH_RECORDS:
+            if len(batch) == SCAN_BATCH_RECORDS:
                 blocks.publish(batch)
                 batch.clear()
     if lost and unopened is None and not are_given_up:

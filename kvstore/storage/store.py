@@ -37,7 +37,7 @@ from kvstore.limits import GENERATIONS_PER_DRIVE, PREFIX_STEP_BLOCKS, SESSION_BL
 from kvstore.placement import Placement
 from kvstore.storage.all_drives import AllManifests, Deletions, SessionSteps
 from kvstore.storage.batch_bounds import check_batch, check_steps
-from kvstore.storage.drive_files import FolderBay
+from kvstore.storage.drive_files import FolderDrives
 from kvstore.storage.eviction.policies import POLICY_DEFAULT
 from kvstore.storage.eviction.types import together
 from kvstore.storage.eviction_events import restore_sessions, with_erased
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from kvstore.config import DriveSpec
     from kvstore.storage.disk import Progress
     from kvstore.storage.drive import Drive
-    from kvstore.storage.drive_files import Bay
+    from kvstore.storage.drive_files import DriveSource
     from kvstore.storage.eviction.types import Guard, Refusal
     from kvstore.storage.eviction_events import Explanation, Held, Listener, Placed
     from kvstore.storage.index import Entry, Name, NamesAndLives
@@ -128,7 +128,7 @@ class Store(Handle):
         clock: Clock,
         drives: Sequence[DriveSpec] = (),
         without: Collection[int] = (),
-        bay: Bay | None = None,
+        source: DriveSource | None = None,
         progress: Progress | None = None,
         boot_id: str | None = None,
         policy: str = POLICY_DEFAULT,
@@ -141,11 +141,11 @@ class Store(Handle):
         with ExitStack() as undo:
             lock = FolderLock(data)
             undo.callback(lock.give_up)
-            bay = bay or FolderBay(data, capacity_bytes, drives)
+            source = source or FolderDrives(data, capacity_bytes, drives)
             opened, away, keys = open_drives(
                 data,
                 lock,
-                bay,
+                source,
                 clock=clock,
                 without=without,
                 progress=progress,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvstore.storage.disk import DiskOp
 
-__all__ = ["MemoryBay", "MemoryDisk"]
+__all__ = ["MemoryDisk", "MemoryDrive"]
 
 
 class MemoryDisk:
@@ -37,7 +37,7 @@ class MemoryDisk:
 
     @property
     def direct_fd(self) -> int | None:
-        """None: there is no file behind it."""
+        """None: the drive is not a file."""
         return None
 
     def submit(self, ops: Sequence[DiskOp]) -> int:
@@ -68,14 +68,14 @@ class MemoryDisk:
         return self._memory[offset : offset + length]
 
     def write_at(self, offset: int, data: bytes) -> None:
-        """Write whole pages. The zeros of a new drive are there already."""
+        """Write whole pages. Zeros on a new drive change nothing, since its memory is zero."""
         if not self._written and data == bytes(len(data)):
             return
         self._memory[offset : offset + len(data)] = data
         self._note(offset, len(data))
 
     def sync(self) -> None:
-        """Nothing is behind."""
+        """Do nothing: writes are complete when they return."""
 
     def data_ranges(self, start: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges `(begin, end)` ever written from `start` on, in order."""
@@ -90,33 +90,33 @@ class MemoryDisk:
             at += 1
 
     def refuse_if_deleted(self) -> None:
-        """There is no file behind it."""
+        """Do nothing: the drive is not a file."""
 
     def close(self) -> None:
         """Detach the store; `free` ends the drive."""
 
     def free(self) -> None:
-        """End it."""
+        """Close the eventfd; the drive can't be used afterwards."""
         os.close(self._event_fd)
 
     def _note(self, offset: int, length: int) -> None:
         self._written.update(range(offset // PAGE_BYTES, (offset + length) // PAGE_BYTES))
 
 
-class MemoryBay:
-    """A store's only drive."""
+class MemoryDrive:
+    """The source of a store's only drive."""
 
     def __init__(self, disk: MemoryDisk) -> None:
         self._disk = disk
 
     def numbers(self) -> list[int]:
-        """There is one."""
+        """Return 0, the number of the only drive."""
         return [0]
 
     def open(self, number: int) -> MemoryDisk:
-        """The drive itself."""
+        """Return the drive."""
         del number
         return self._disk
 
     def take_back(self) -> None:
-        """Nothing was made."""
+        """Do nothing: opening created nothing."""

@@ -36,7 +36,7 @@ from kvstore.node.node import Node
 from kvstore.node.server import open_server
 from kvstore.node.tenants import Tenants
 from kvstore.storage.store import Store
-from kvstore.testing.memory_disk import MemoryBay, MemoryDisk
+from kvstore.testing.memory_disk import MemoryDisk, MemoryDrive
 from nic_offload.fabric import MEMORY, Fabric
 from nic_offload.handle import Handle
 
@@ -152,7 +152,10 @@ class MemoryNode(Handle):
         clock = SystemClock()
         with (
             Store.open(
-                self._data, capacity_bytes=self._disk.capacity_bytes, clock=clock, bay=MemoryBay(self._disk)
+                self._data,
+                capacity_bytes=self._disk.capacity_bytes,
+                clock=clock,
+                source=MemoryDrive(self._disk),
             ) as store,
             Audit(clock, None) as audit,
             ExitStack() as after,  # the fabric

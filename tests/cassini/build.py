@@ -23,7 +23,7 @@ LIBRARIES = ("-ldl", "-lpthread")
 
 
 def build(folder: Path = FOLDER) -> Path:
-    """The stand-in, to be named in TRIGGERKV_LIBFABRIC."""
+    """Build the stand-in; returns the path for TRIGGERKV_LIBFABRIC."""
     sources = [path for path in sorted(HERE.glob("*.c")) if not path.name.startswith("driver")]
     return _compiled(folder / "libcassini.so", sources, "-fPIC", "-shared", "-fvisibility=hidden")
 

@@ -1,4 +1,4 @@
-"""The stand-in as nic_offload finds it, and its building."""
+"""The stand-in as nic_offload finds it, and how it is built."""
 
 from __future__ import annotations
 

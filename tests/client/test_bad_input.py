@@ -58,7 +58,7 @@ def is_one_sentence(error: BaseException) -> bool:
 
 @pytest.fixture
 def nobody() -> str:
-    """An address where nobody listens."""
+    """An address at which no process listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{listener.getsockname()[1]}"

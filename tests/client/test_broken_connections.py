@@ -1,4 +1,4 @@
-"""Fabric connections that break: libfabric doesn't tell, and every put ends all the same.
+"""Fabric connections that break: libfabric doesn't report it, and every put still ends.
 
 If the client's end alone broke, the node's provider refuses every new connection of the same endpoint.
 """

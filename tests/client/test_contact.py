@@ -54,7 +54,7 @@ def strict(pki: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node
 
 
 def listening(answer: bytes) -> Iterator[str]:
-    """Somebody who answers each connection in the same way, and is no node."""
+    """A server that answers each connection in the same way, and is not a node."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -81,7 +81,7 @@ def web_server() -> Iterator[str]:
 
 @pytest.fixture
 def free_port() -> Iterator[str]:
-    """A port that nobody listens on, and nobody else gets."""
+    """A port on which no process listens, and which no other process gets."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{held.getsockname()[1]}"
@@ -189,6 +189,8 @@ def test_the_doctor_walks_to_a_node_and_tells_each_step(
     assert main(["doctor", "--node", free_port]) == 3
     said = capsys.readouterr().out
     assert "Is the node running" in said
+    assert "No call reaches the node." in said
+    assert "The network works." not in said
     assert "fabric" not in said
 
 

@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 
 def turn(node: NodeProcess, slot: Path, user: str, number: int) -> dict[str, Any]:
-    """One turn in a process of its own, which is killed when it has said what it saw."""
+    """Run one turn in a separate process, which is killed once it has reported."""
     arguments = [node.target, user, "chat", str(slot), str(number), str((number - 1) * TOKENS)]
     command = [sys.executable, "-m", "tests.client.turn", *arguments]
     process = subprocess.Popen(

@@ -1,7 +1,7 @@
-"""Every call of every service at its deadline, and by one who asks for too much.
+"""Every call of every service at its deadline, and with more than its limits allow.
 
-It ends at its caller's deadline though the node stands still; who asks for too much is told at once, with when to come
-again. What a call does for which tenant is `test_identity`'s, whose table this uses.
+A call ends at its caller's deadline although the node is stopped. A caller that requests too much is refused at once,
+and told when to retry. Which calls are allowed to which tenant is tested in `test_identity`, whose table this uses.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_a_call_ends_at_its_deadline_though_the_node_stands_still(
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    """A node on which one tenant has used up what it may ask for, for a long time."""
+    """A node on which one tenant has used up its rate for a long time."""
     folder: Path = tmp_path_factory.mktemp("busy")
     tenants = folder / "tenants.toml"
     tenants.write_text(f'[busy]\ntokens_sha256 = ["{token_digest("busy")}"]\nrequests_per_s = 1\n')

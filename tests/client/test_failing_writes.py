@@ -35,7 +35,7 @@ FAILS = "cxi" in offered()
 
 @pytest.fixture(autouse=True)
 def apart(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the node were on another machine: all goes over the fabric. It runs already, and fails no write."""
+    """Use only the fabric, as if the node were on another machine. The node is running already, and fails no write."""
     assert shared_node.pid
     monkeypatch.setenv("SOFT_CASSINI_FAIL_EVERY", "3")
     monkeypatch.setenv("SOFT_CASSINI_FAIL_FROM", str(LENGTH))

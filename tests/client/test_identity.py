@@ -1,4 +1,4 @@
-"""Every call of the service by nobody, by the wrong tenant and by the right one; tokens, TLS, clients' certificates."""
+"""Every call of the service without credentials, as a wrong and the right tenant; tokens, TLS, certificates."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 
 @dataclass
 class Acme:
-    """A client of acme's that has a connection, a block, and a lease that nobody has used."""
+    """A client of the tenant acme with a connection, a block, and an unused lease."""
 
     client: Client
     connection: int

@@ -56,7 +56,7 @@ class FakeLink:
 
 
 class FakeHost:
-    """A client without a pump: the test tells what has come, when it wants to."""
+    """A client without a pump: the test delivers events when it chooses to."""
 
     def __init__(self, pair: Pair) -> None:
         self.fabric = pair.near.fabric

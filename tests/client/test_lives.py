@@ -1,4 +1,4 @@
-"""What is promised of a put holds whichever way it came in, and what was protected is so after a restart."""
+"""The guarantees of a put hold on every path, and protection survives a restart."""
 
 from __future__ import annotations
 

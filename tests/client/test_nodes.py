@@ -54,7 +54,7 @@ def test_a_node_of_twice_the_weight_has_twice_the_users() -> None:
     assert 0.61 < share < 0.72
 
 
-def test_tenants_users_of_one_name_are_spread_each_by_himself() -> None:
+def test_users_of_one_name_in_two_tenants_are_spread_separately() -> None:
     with Nodes(THREE, tenant="acme") as acme, Nodes(THREE, tenant="zeta") as zeta:
         same = sum(acme.home(user) == zeta.home(user) for user in USERS) / len(USERS)
     assert same < 0.45

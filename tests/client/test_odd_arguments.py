@@ -250,7 +250,7 @@ def call(function: Callable[..., Any], named: dict[str, Any]) -> None:
 
 
 def complaint(function: Callable[..., Any], named: dict[str, Any]) -> str | None:
-    """What is wrong with how a call ended, if anything is."""
+    """What is wrong with the outcome of a call; None if nothing is."""
     try:
         call(function, named)
     except (ProtocolError, StorageError) as error:

@@ -47,7 +47,7 @@ def fabric() -> Iterator[Fabric]:
 
 
 def connections_to(port: int) -> list[str]:
-    """Who is connected to this port of the machine's, by the kernel's own tables."""
+    """The peers connected to this port of the machine, from the kernel's tables."""
     rows = [
         line.split()
         for name in ("tcp", "tcp6")

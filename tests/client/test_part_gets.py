@@ -112,7 +112,7 @@ def pages_of(pool: Pool) -> list[bytes]:
     return [bytes(memory[:]) for memory in pool.memory]
 
 
-def test_pieces_are_the_callers_again_when_his_time_is_over(
+def test_pieces_belong_to_the_caller_again_after_its_timeout(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     layers, count = 25, 60  # 6 MB: two windows

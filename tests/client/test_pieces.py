@@ -34,7 +34,7 @@ PAGE = 4096
 
 
 class Pool:
-    """An engine's KV: pages of so many layers, in a buffer each; a block is one page of each."""
+    """An engine's KV: pages of several layers, in a buffer each; a block is one page of each."""
 
     def __init__(self, client: Client, layers: int, pages: int, page_bytes: int, seed: int = 0) -> None:
         self.layers, self.page_bytes = layers, page_bytes

@@ -41,7 +41,7 @@ def layer_of(number: int) -> int:
 
 
 class ResumeRig:
-    """A client with a session of so many blocks and memory for them."""
+    """A client with a session of several blocks, and memory for them."""
 
     def __init__(self, node: NodeInProcess, blocks: int) -> None:
         self.node = node

@@ -1,7 +1,7 @@
-"""Sealed connections: a forger with a connection's true keys of memory against a client and its node.
+"""Sealed connections: a forger with a connection's valid memory keys against a client and its node.
 
-It has a fabric of its own, writes from the client's own address, and knows each generation that is due: all that can be
-heard on the wire or guessed.
+It has its own fabric, writes from the client's own address, and knows each generation that is due: everything that can
+be overheard or guessed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PAGE = 4096
 
 
 class Forger:
-    """Writes to whoever's memory it has the key of."""
+    """Writes to any memory whose key it has."""
 
     def __init__(self, provider: str, address: bytes) -> None:
         self.fabric = Fabric(provider, address="127.0.0.1")

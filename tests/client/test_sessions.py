@@ -328,6 +328,8 @@ def test_forks_truncations_and_removals(node: NodeProcess, tenant: str, durabili
                 call()
         with pytest.raises(NoSession):
             fork.fork("x")
+        with pytest.raises(InvalidArgument, match="1 to 128 bytes"):
+            client.sessions("")  # at once, though it is an iterator
         node.kill()
         node.start()
         client.status(wait_s=WAIT_S)

@@ -1,4 +1,4 @@
-"""One turn of a chat, in a process of its own, as a serving engine with one GPU slot has it.
+"""One turn of a chat in its own process, like a serving engine with one GPU slot.
 
     python -m tests.client.turn TARGET USER CONTEXT SLOT TURN FIRST_TOKEN
 

@@ -1,4 +1,4 @@
-"""What several clients did to a cluster, and whether it may have been so.
+"""The operations of several clients on a cluster, and whether their results are consistent.
 
 A history is a list of calls: a client's, of a key, with what was put or got, when it began, when it ended, and how. It
 is judged as a whole, when all is over:

@@ -32,7 +32,7 @@ COUNT, BYTES, WAIT_S = 24, 4096, 20.0
 
 
 class World:
-    """Three nodes, a client that goes by the maps that a test sets, and blocks behind a flag."""
+    """Three nodes, a client that follows maps set by the test, and blocks behind a flag."""
 
     def __init__(self, nodes: list[NodeProcess], stack: ExitStack, patched: pytest.MonkeyPatch) -> None:
         self.nodes, self._stack, self._patched = nodes, stack, patched

@@ -211,7 +211,7 @@ class World:
 
 
 class Caller:
-    """What `ClusterPuts` does, and what it may be told."""
+    """What `ClusterPuts` does, and the results that it may return."""
 
     def __init__(self, world: World, places: PutPlaces) -> None:
         self.world, self.places = world, places

@@ -1,4 +1,4 @@
-"""What we ask of a real etcd, and what comes of its deaths and silences."""
+"""Our calls to a real etcd, also while its members die or stop answering."""
 
 from __future__ import annotations
 

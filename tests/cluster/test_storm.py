@@ -36,7 +36,7 @@ PUT_EVERY_S = ROUNDS * 0.01  # the drives must not fill up: what is evicted is l
 
 
 class Worker:
-    """Puts blocks that nobody else puts, and gets what it was told is on two nodes."""
+    """Puts blocks of its own, and gets those that were acknowledged by two nodes."""
 
     def __init__(self, number: int, client: ClusterClient) -> None:
         self.number, self.client = number, client

@@ -480,7 +480,7 @@ def test_an_owner_leaves_it_to_one_that_comes_before_it(
 
 
 class Drive:
-    """As far as sureness goes."""
+    """A drive, as far as sureness needs it."""
 
     number, last_generation, seals = 0, 10, 0
 

@@ -1,4 +1,4 @@
-"""A client of a cluster, of whichever version Python finds. It is told what to do by lines of JSON, and answers so.
+"""A client of a cluster, of whichever version Python imports. It takes commands and answers in lines of JSON.
 
 It uses only what both versions have.
 """

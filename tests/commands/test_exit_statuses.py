@@ -68,6 +68,16 @@ def test_a_command_that_calls_a_node_ends_like_the_others(
         assert err.splitlines()[-1] == f"kvstore: {json.loads(out)['message']}"
 
 
+@pytest.mark.parametrize("name", ["export", "trace"])
+def test_the_error_names_the_missing_session(
+    name: str, shared_node: NodeProcess, tenant: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [one.replace("{}", str(tmp_path)) for one in CALLS[name]]
+    assert main([*command, "--node", shared_node.target, "--tenant", tenant]) == Status.NO
+    said = f"kvstore: The user 'nobody' has no session 'none' on {shared_node.target}.\n"
+    assert capfd.readouterr().err == said
+
+
 @pytest.mark.parametrize(
     ("file", "status", "error"),
     [("/dev/full", Status.FAILED, "KvError"), ("{}", Status.USAGE, "ConfigError")],

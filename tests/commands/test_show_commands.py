@@ -64,7 +64,7 @@ def test_stats_are_shown_and_told(node: NodeProcess) -> None:
     shown = run(node, "stats")
     assert shown.returncode == 0, shown.stderr
     since, now, mine = (
-        shown.stdout.index(head) for head in ("Since the node began:", "Now:", "Of this tenant:")
+        shown.stdout.index(head) for head in ("Since the node started:", "Now:", "Of this tenant:")
     )
     assert since < shown.stdout.index("leases_over") < now < shown.stdout.index("uptime_ms") < mine
     assert "1 deleted" in shown.stdout
@@ -170,7 +170,7 @@ def test_an_interval_shows_the_increase_of_its_counters() -> None:
 
 
 class Away:
-    """A client whose node is away now and then, which `None` stands for; at the end its user has enough."""
+    """A client whose node is sometimes away (`None`); at the end its user interrupts the command."""
 
     def __init__(self, *answers: StatisticsResponse | None) -> None:
         self._answers = list(answers)

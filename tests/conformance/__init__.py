@@ -1,1 +1,1 @@
-"""One suite for every backend of triggered operations: what is promised of one is asked of all."""
+"""One suite for every backend of triggered operations: the same guarantees are tested on each."""

@@ -1,7 +1,8 @@
-"""The backends, and why one is not there.
+"""The backends, and why one is not available.
 
-libfabric is loaded once a process, so the stand-in for a Cassini and the software providers never meet: what this
-process's library does not offer is skipped, and `test_cassini` runs the suite once more in a process of the other kind.
+libfabric is loaded once per process, so the stand-in for a Cassini and the software providers are never in one process.
+Providers that this process's library lacks are skipped, and `test_cassini` runs the suite again in a process with the
+stand-in.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ REACHED_MAX = 1 << 47  # the counters of a NIC have 48 bits
 
 
 class Backend(NamedTuple):
-    """Who fires, over what, and whether the counters are words that anybody may map."""
+    """Which component fires operations, over which provider, and whether other processes may map the counters."""
 
     name: str
     provider: str
@@ -119,7 +120,7 @@ def lands(word: FlagWord, value: int, seconds: float = WAIT_S) -> None:
 
 
 def end_or_late(side: Side, tag: int) -> EventKind:
-    """How the operation stands when its deadline is over: done, failed, or late."""
+    """How the operation ended at its deadline: done, failed, or late."""
     ends = {EventKind.DONE, EventKind.FAILED, EventKind.LATE}
     side.wait(lambda: bool(ends & set(side.kinds(tag))), f"an end of {tag}, or its being late")
     return next(kind for kind in side.kinds(tag) if kind in ends)

@@ -1,7 +1,7 @@
-"""Random operations over random counters, and what is promised of them, checked whenever nothing moves any more.
+"""Random operations over random counters; their guarantees are checked whenever nothing is in flight.
 
-The model predicts nothing that is left open (of an operation whose counter was reached and failed at the same time
-either end is right): it takes how each operation ended, and checks that this could be, given how all others ended.
+The model doesn't predict unspecified outcomes (if an operation's counter is reached and fails at the same time, either
+end is correct). It takes how each operation ended, and checks that this is possible, given how all others ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOTHING_WENT_OUT = {-errno.ECANCELED, -errno.ETIMEDOUT, -errno.EPIPE, -errno.EBA
 
 @dataclass(eq=False)
 class Count:
-    """A counter, and what it has to have counted."""
+    """A counter, and the value that it must have."""
 
     gate: Gate
     by_hand: int = 0

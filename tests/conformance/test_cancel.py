@@ -1,4 +1,4 @@
-"""Cancelling is exact: what is counted never goes out, has its final event already, and everything else goes on."""
+"""Cancelling is exact: a counted operation is never sent and has its final event; all others continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer that is dead, before or while operations go out to it: they end or are late, and nobody else notices."""
+"""A peer that is dead before or while operations are sent to it: they end or are late, and others are unaffected."""
 
 from __future__ import annotations
 

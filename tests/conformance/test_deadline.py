@@ -1,4 +1,4 @@
-"""A deadline ends what has not gone out; what is past recall is late, and ends with its endpoint."""
+"""A deadline ends operations that were not sent; one that can't be recalled is late, and ends with its endpoint."""
 
 from __future__ import annotations
 

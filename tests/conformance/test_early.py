@@ -1,4 +1,4 @@
-"""Nothing fires before its counter reaches its threshold; what has been reached fires."""
+"""Nothing fires before its counter reaches its threshold; everything fires once it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gets: the bytes, their checksum, who may read what; and transfers of many pieces with one flag."""
+"""Gets: bytes, checksums, permissions; and transfers of many pieces with one flag."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LENGTH = 100_000
 
 
 class Storer:
-    """The third process: it stores what it is told to."""
+    """The third process: it stores the values that it is given."""
 
     def __init__(self, path: str) -> None:
         command = [sys.executable, "-c", STORE, path]

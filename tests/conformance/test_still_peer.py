@@ -1,4 +1,4 @@
-"""A peer that stands still and then goes on: whatever was done meanwhile, each operation happens once."""
+"""A peer that is stopped and then continues: each operation happens once, whatever was done meanwhile."""
 
 from __future__ import annotations
 

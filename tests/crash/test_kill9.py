@@ -1,4 +1,4 @@
-"""SIGKILL at random moments: what was acknowledged as written comes back exact, all else is exact or a miss.
+"""SIGKILL at random moments: blocks acknowledged as written are exact afterwards; all others are exact or a miss.
 
 With odd seeds the node encrypts.
 """
@@ -102,7 +102,7 @@ def one_round(
 def check(
     rig: ClientWithBuffers, blocks: dict[bytes, tuple[int, int]], acked: dict[bytes, tuple[int, int]]
 ) -> None:
-    """Get blocks and hold them against what was put."""
+    """Get blocks and compare them with those that were put."""
     names = sorted(blocks)
     for start in range(0, len(names), 8):
         keys = names[start : start + 8]

@@ -1,4 +1,4 @@
-"""What stands in deploy/ is what `kvstore` takes, what the schemas say, and what installs in a clean folder."""
+"""The files in deploy/ use options that `kvstore` has, are valid by their schemas, and install in a clean folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node needs around it stands in every file of `deploy/`: without one of these no block moves."""
+"""Each file of `deploy/` has what a node needs to move blocks: addresses, mounts, io_uring, locked memory."""
 
 from __future__ import annotations
 

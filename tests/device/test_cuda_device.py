@@ -1,4 +1,4 @@
-"""What the CUDA device asks of the driver, seen without a GPU: a stand-in for its library does as it is told."""
+"""The CUDA device's calls of the driver, tested without a GPU, against a stand-in for the library."""
 
 from __future__ import annotations
 

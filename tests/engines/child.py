@@ -1,4 +1,4 @@
-"""The child of `engine`: an LLM that does what it is told on standard input, and ends when that ends."""
+"""The child of `engine`: an LLM that executes commands from standard input, and ends when that is closed."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def chats(place: Path, model: Path) -> Chats:
 
 @pytest.fixture(scope="session")
 def gemma(place: Path) -> tuple[Path, Chats]:
-    """A model with layers of two kinds, and what is said in conversations with it."""
+    """A model with two kinds of layers, and the conversations with it."""
     model = make_gemma(place / "gemma")
     with Engine(place, "plain gemma", model) as plain:
         return model, Chats.held_with(plain)

@@ -1,8 +1,9 @@
-"""A vLLM engine as a process that is told what to say, line by line, and ends with its parent.
+"""A vLLM engine in its own process, which takes commands line by line, and ends with its parent.
 
-It is forked from one that has imported vLLM, and nothing else: the import takes three times as long as the rest.
+It is forked from a process that has only imported vLLM, because the import takes three times as long as the rest.
 
-A node's address, several with commas, or None for an engine without our connector; on loopback, with one thread.
+It is given a node's address, several with commas, or None for an engine without our connector; on loopback, with one
+thread.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def free_port() -> int:
 
 
 class LmcacheServer:
-    """At one address through all its lives. Its own memory (L1) goes with each of them."""
+    """A server that keeps its address when it is restarted. Its own memory (L1) is lost then."""
 
     def __init__(self, place: Path, behind: dict[str, Any], **options: Any) -> None:
         """`behind` is its L2, as in LMCache's own configuration; `options` are the command's, with underscores."""

@@ -88,7 +88,7 @@ class RecordingConnector(TriggerKvConnector):
 
 
 class LossyConnector(RecordingConnector):
-    """Some blocks are gone between look-up and load: what is left in their place is nobody's."""
+    """Some blocks are lost between look-up and load, and other bytes are in their place."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -184,7 +184,7 @@ class RecordingTier(TriggerKvTier):
 
 
 class LossyTier(RecordingTier):
-    """Some chunks are gone between look-up and load: what is left in their place is nobody's."""
+    """Some chunks are lost between look-up and load, and other bytes are in their place."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

@@ -1,4 +1,4 @@
-"""The recipes of docs/engines.md for SGLang and LMCache, as they stand there, as far as they go without an engine."""
+"""The recipes of docs/engines.md for SGLang and LMCache, run as printed, as far as possible without an engine."""
 
 from __future__ import annotations
 

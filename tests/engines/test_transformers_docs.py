@@ -1,4 +1,4 @@
-"""The recipe for transformers in docs/engines.md does what it says, in an empty folder, as it stands there."""
+"""The recipe for transformers in docs/engines.md works as printed, in an empty folder."""
 
 from __future__ import annotations
 

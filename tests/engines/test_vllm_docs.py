@@ -1,4 +1,4 @@
-"""The recipes of docs/engines.md for vLLM do what they say, in an empty folder, as they stand there."""
+"""The recipes of docs/engines.md for vLLM work as printed, in an empty folder."""
 
 from __future__ import annotations
 

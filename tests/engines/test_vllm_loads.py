@@ -1,4 +1,4 @@
-"""Loads that fail, at every moment that vLLM's scheduler knows: what is stored is what a clean engine has."""
+"""Loads that fail at each step of vLLM's scheduler: the stored blocks equal those of an engine without failures."""
 
 from __future__ import annotations
 

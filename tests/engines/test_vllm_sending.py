@@ -1,4 +1,4 @@
-"""How copied pages are sent: what is still under way when its time is over is ended, and a full node is waited for."""
+"""Sending copied pages: whatever is pending at the deadline is ended, and a full node is waited for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FakePuts:
 
 
 class FakeClient:
-    """Takes so many batches at a time."""
+    """Accepts `room` batches at a time."""
 
     def __init__(self, *, room: int = 9, lands: bool = True) -> None:
         self.room, self.lands = room, lands

@@ -1,4 +1,4 @@
-"""vLLM's multi-tier offloading with our node as a tier says what vLLM says without, and loads what was stored."""
+"""vLLM's multi-tier offloading with our node as a tier answers like vLLM alone, and loads stored blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of the tier without an engine: what vLLM's manager is told of them, and that they end whatever the node does."""
+"""Jobs of the tier without an engine: what they report to vLLM's manager; they end whatever the node does."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Command(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What came of it."""
+    """The result of a run."""
 
     status: int
     printed: str

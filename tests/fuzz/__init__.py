@@ -1,1 +1,1 @@
-"""Fuzzers: bytes that nobody would send who means well, into whatever reads what others wrote."""
+"""Fuzzers: malformed and hostile bytes for each parser of data that others wrote."""

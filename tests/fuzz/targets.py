@@ -1,7 +1,7 @@
-"""What is fuzzed: for each parser a function of bytes that ends, with an answer or with an error of the tree.
+"""The fuzzed parsers: for each a function of bytes that returns, or raises an error of the tree.
 
-What always holds: nothing here listens, and what is written lies in a folder of the run's own. A parser that ends in
-another error than its own is a find, and so is an answer that its own writer would not have given.
+What always holds: nothing here listens, and files are written only to the run's own folder. Any other exception of a
+parser is a finding, and so is a result that its own writer would not have written.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def grpc_fields(data: bytes) -> None:
 
 
 def http(data: bytes) -> None:
-    """A request, up to who asks."""
+    """A request, up to the authentication of its caller."""
 
     async def read() -> None:
         reader = asyncio.StreamReader(limit=HTTP_REQUEST_BYTES_MAX)
@@ -96,7 +96,7 @@ def tenants(data: bytes) -> None:
 
 
 class _Unsummed(Reader):
-    """One that believes each part's sum, so that mutation comes to what stands behind it."""
+    """One that accepts any checksum, so that mutations reach the code after the check."""
 
     def _read_checked(self, length: int, what: str) -> bytes:
         return self._read(length + 4, what)[:length]

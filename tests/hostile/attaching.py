@@ -29,7 +29,7 @@ _LENGTH = 4096
 
 
 def _attach(told: Told, number: int, until: float) -> Any:
-    """A connection of its own, whose client is nobody, until it is cancelled."""
+    """Open a connection with a client that does nothing, until this is cancelled."""
     stub = kvstore_pb2_grpc.KvStoreStub(channel(told, number))  # type: ignore[no-untyped-call]
     wanted = pb.AttachRequest(
         block_bytes_max=_LENGTH,

@@ -161,7 +161,7 @@ def address(number: int) -> bytes:
 
 
 def failing_attaches(told: Told, until: float, _: str) -> Told:
-    """Attaches with addresses that are none, or of nobody who can be reached, and words that lie nowhere."""
+    """Attaches with invalid or unreachable addresses, and with words that are in no memory."""
     stub = kvstore_pb2_grpc.KvStoreStub(channel(told))  # type: ignore[no-untyped-call]
     tried = [
         attach_request(told, address)
@@ -426,7 +426,7 @@ def flood(told: Told, until: float, _: str) -> Told:
 
 
 def unknown(told: Told, until: float, _: str) -> Told:
-    """Calls without a token, or with nobody's, as fast as they go."""
+    """Calls without a token or with an unknown one, as fast as possible."""
     stub = kvstore_pb2_grpc.KvStoreStub(channel(told))  # type: ignore[no-untyped-call]
     refused: dict[str, int] = {}
     while time.monotonic() < until:

@@ -1,10 +1,10 @@
-"""A well-behaved neighbour, an attack beside it, and what of that the neighbour and the node may notice.
+"""A well-behaved neighbour beside an attack, and how much the neighbour and the node may be affected.
 
-What always holds: it is compared with itself alone, some seconds before in the same run, and, call by call, with a
-neighbour that does the same on another node of the machine, which nobody attacks: what that one loses is taken by the
-machine, which has few cores, with the attackers on them and whatever else it does just now. Nothing is measured twice.
-An attack is a process of its own, from an address of its own, and is ended by its id. The first moments of an attack,
-in which the node finds out whose it is, are measured apart: they may be slow, and may not fail.
+What always holds: the neighbour is compared with itself alone, some seconds before in the same run, and, call by call,
+with a second neighbour that does the same on another node of the machine, which is not attacked. The second one's
+losses are due to the machine, whose few cores also run the attackers. Nothing is measured twice. An attack is a
+separate process with its own address, and is ended by its process id. The first moments of an attack, in which the node
+identifies its source, are measured separately: calls may be slow, and may not fail.
 """
 
 from __future__ import annotations

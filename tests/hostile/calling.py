@@ -1,4 +1,4 @@
-"""How attacks call a node: by its port and somebody's token, as they are told."""
+"""How attacks call a node: at its port, and with the given token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks take as long as they are told to, and their tests may; those of a module have one node."""
+"""Attacks take as long as configured, and their tests may, too; those of a module share a node."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def connected(host: str, port: int, source: str = "127.0.0.1", timeout_s: float 
 
 
 class Answers:
-    """What comes over one connection: calls that have ended, and how much more may be sent; nothing waits for it."""
+    """The received frames of one connection: ended calls, and how much more may be sent; nothing waits for it."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link

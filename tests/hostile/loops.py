@@ -175,7 +175,7 @@ def cancels(told: Told, until: float, _: str) -> Told:
 
 
 def watches(told: Told, until: float, _: str) -> Told:
-    """As many watches as the node gives, none of which is read, while blocks come and go."""
+    """As many watches as the node accepts, none of which is read, while blocks are put and removed."""
     stub = observing_pb2_grpc.ObservingStub(channel(told))  # type: ignore[no-untyped-call]
     held = [stub.Watch(observing.WatchRequest(), metadata=bearer(told)) for _ in range(16)]
     return deletes(told, until, "") | {"held": len(held)}
@@ -197,7 +197,7 @@ def histories(told: Told, until: float, _: str) -> Told:
 
 
 def erases(told: Told, until: float, _: str) -> Told:
-    """Four loops that erase a user who has nothing, for whom all blocks of the tenant are looked through."""
+    """Four loops that erase a user without data, for whom all blocks of the tenant are examined."""
     _put_all(told)
     stub, done = erasing_pb2_grpc.ErasingStub(channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
 

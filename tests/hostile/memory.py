@@ -183,7 +183,7 @@ def scribble(told: Told, until: float, _: str) -> Told:
 
 
 def ring(told: Told, until: float, _: str) -> Told:
-    """A doorbell that is rung without end, and another that is never heard, full."""
+    """A doorbell that is rung endlessly, and another one, never read, that is full."""
     kept: list[tuple[mmap.mmap, int]] = []
     map_and_keep(kept)
     with Client(f"127.0.0.1:{told['port']}", token=told["token"]) as client:
@@ -200,7 +200,7 @@ def ring(told: Told, until: float, _: str) -> Told:
 
 
 def passes(told: Told, until: float, _: str) -> Told:
-    """Callers of the socket for passes: silent, with passes that are none, and with descriptors nobody asked for."""
+    """Callers of the socket for passes: silent ones, with invalid passes, and with unrequested descriptors."""
     did = {"called": 0, "given": 0}
     given = os.open("/dev/null", os.O_RDONLY)
     held: list[socket.socket] = []

@@ -116,7 +116,7 @@ class _InThread(ABC):
 
 
 class Working(_InThread):
-    """Puts and gets, one at a time, each looked at: what was acknowledged is there, with its own bytes."""
+    """Puts and gets, one at a time, each checked: acknowledged blocks are there with their own bytes."""
 
     def __init__(self, client: Client) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A cluster on hosts, and all that goes wrong with it: etcd of three members, nodes, clients, each a host of its own.
+"""A cluster on several hosts, and its failures: etcd of three members, nodes and clients, each on its own host.
 
-What always holds: of the nodes at most one is harmed at a time, and the next harm comes when all are members again and
-each client reaches each; what is harmed, how and for how long is a function of the seed.
-What it doesn't do: a clock that is wrong for etcd, whose program asks the kernel without the C library.
+What always holds: at most one node fails at a time, and the next failure comes when all nodes are members again and
+every client reaches every node. The seed determines what fails, how, and for how long.
+What it doesn't do: set a wrong clock for etcd, whose program asks the kernel without the C library.
 """
 
 from __future__ import annotations

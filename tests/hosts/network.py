@@ -60,14 +60,14 @@ exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "{ROOT}" "$@"
 
 
 def run(*words: str, given: str = "") -> str:
-    """Run a command to its end; what it says."""
+    """Run a command, and return its output."""
     done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=_RUN_S, check=False)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
     return done.stdout
 
 
 class Process:
-    """A process on a host: told lines, heard by lines."""
+    """A process on a host, which takes commands and answers in lines."""
 
     def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         self.log = log
@@ -102,7 +102,7 @@ class Process:
         return self._process.wait(within_s)
 
     def signal(self, number: signal.Signals) -> None:
-        """Stop it, or have it go on."""
+        """Send a signal, such as SIGSTOP or SIGCONT."""
         self._process.send_signal(number)
 
     def end(self, *, kill: bool = False) -> int:

@@ -1,7 +1,7 @@
-"""Whatever goes wrong with a cluster, one thing at a time: no wrong byte, nothing lost, no deletion undone.
+"""Failures of a cluster, one at a time: no wrong byte, no lost block, no deletion undone.
 
-Five rounds in `make test-hosts`, 300 in `make test-cluster`, in worlds of three, four and five nodes.
-`TRIGGERKV_CHAOS_SEED` is the first world's seed; a failure says its own, and what was done.
+Five rounds in `make test-hosts`, 300 in `make test-cluster`, in clusters of three, four and five nodes.
+`TRIGGERKV_CHAOS_SEED` is the first cluster's seed; a failed test prints its seed and the failures it caused.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_a_lossy_wire_costs_time_and_no_byte(site: Site) -> None:
 
 @contextmanager
 def slow(site: Site) -> Iterator[None]:
-    """Delay what goes to the node and comes from it."""
+    """Delay traffic to and from the node."""
     for host in site.network.hosts.values():
         run("ip", "netns", "exec", host.name, sys.executable, "-m", "tests.hosts.slow", "real", "eth0")
     run("ip", "link", "add", "slow-a", "type", "veth", "peer", "name", "slow-b")

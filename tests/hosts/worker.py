@@ -1,9 +1,9 @@
-"""A client of a cluster on a host of its own: it puts, gets and deletes, and writes down each call.
+"""A client of a cluster on its own host: it puts, gets and deletes, and records each call.
 
-What always holds: a block's bytes are told by its name and version, so any worker knows what it may find; a line of the
-history stands before the next call begins; each value is put once, and a key is put anew only after its deletion was
-acknowledged.
-What it doesn't do: judge. A call that failed may have happened: only a get that failed says nothing.
+What always holds: a block's name and version determine its bytes, so any worker knows what a get may return. A call's
+line is in the history before the next call begins. Each value is put once, and a key is put again only after its
+deletion was acknowledged.
+What it doesn't do: judge the results. A failed call may have taken effect; only a failed get means nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Completion: what is offered is what the parser takes, and bash offers it."""
+"""Completion offers what the parser accepts, and works in bash."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The fabric, provider by provider: what is promised in `core.h` and `trigger.py`, each promise a test."""
+"""The fabric, provider by provider: a test for each guarantee of `core.h` and `trigger.py`."""

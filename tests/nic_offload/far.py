@@ -1,9 +1,9 @@
-"""A second process, `python -m tests.nic_offload.far PROVIDER LENGTH`: it does as it is told.
+"""A second process, `python -m tests.nic_offload.far PROVIDER LENGTH`, for its peer's operations.
 
 Peers may write to its memory and read from it.
 
-It prints one line of JSON about itself, reads one about its peer, and if that names slots it puts every one
-of them once, over and over nothing else. Then it waits until its standard input ends.
+It prints one line of JSON about itself, and reads one about its peer. If that names slots, it puts each of them
+repeatedly. Then it waits until its standard input is closed.
 """
 
 from __future__ import annotations

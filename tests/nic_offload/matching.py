@@ -63,7 +63,7 @@ def table_of(*rules: Rule) -> Table:
 
 @dataclass
 class Recorder:
-    """A requester that only writes down what it is asked."""
+    """A requester that only records its requests."""
 
     begun: list[tuple[str, str]] = field(default_factory=list)
 

@@ -52,7 +52,7 @@ def needs_provider(provider: str) -> None:
 
 
 def needs_ends_of_their_own(provider: str) -> None:
-    """Skip a test that closes one of two ends, if both have one memory."""
+    """Skip a test that closes one of two ends, if both share one memory."""
     if provider == "shm":
         skip(
             "shm: ends in one process have one memory, so none may go first (two processes: test_processes.py)"
@@ -77,9 +77,9 @@ def after_ms(milliseconds: float) -> int:
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = WAIT_S) -> None:
-    """Look until the condition holds: all the time at first, and then ever more seldom.
+    """Wait until the condition holds: check continuously at first, then less and less often.
 
-    To look takes time of those who make it hold, all the more if it is a call to them.
+    Checking takes time from the threads that make it hold, all the more if it is a call to them.
     """
     began = time.monotonic()
     while not condition():

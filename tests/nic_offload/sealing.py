@@ -1,4 +1,4 @@
-"""Tags as `docs/wire.md` has them, by no code of ours; and a forger, who has true keys of memory and no seal."""
+"""Tags as described in `docs/wire.md`, computed without our code; and a forger with valid memory keys but no seal."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def seal(pair: Pair) -> None:
 
 
 class Forger:
-    """Writes what it likes to where it likes, from an endpoint and a fabric of its own."""
+    """Writes anything anywhere, from its own endpoint and fabric."""
 
     def __init__(self, provider: str, side: Side) -> None:
         self._own = Side(provider)

@@ -1,4 +1,4 @@
-"""Encryption gives what the specification of GCM says, and nothing of what was changed."""
+"""Encryption matches the specification of GCM, and nothing of a changed message is returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that a desk answers from a drive (`desk_cold.c`): what is read, what is left to the node, what it is told."""
+"""Calls that a desk answers from a drive (`desk_cold.c`): what it reads, leaves to the node, and reports."""
 
 from __future__ import annotations
 

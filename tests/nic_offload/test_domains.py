@@ -1,7 +1,7 @@
-"""What a true key of memory is good for without a seal, by provider: `docs/security.md` says so of each.
+"""What a valid memory key permits without a seal, by provider, as `docs/security.md` describes it.
 
-It serves whoever reaches an endpoint of the memory's domain, its own or another one, and nobody at an endpoint of
-another domain, of the same fabric or not.
+It is valid for any peer at an endpoint of the memory's domain, whether its own or another one, and for no peer at an
+endpoint of another domain, of the same fabric or not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Landings and acknowledgements: what is taken for an answer, and what is not."""
+"""Landings and acknowledgements: which words are accepted as answers, and which are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""libfabric found, or not: what is said in either case."""
+"""Finding libfabric, and the messages if it is missing."""
 
 from __future__ import annotations
 

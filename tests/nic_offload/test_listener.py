@@ -1,4 +1,4 @@
-"""The socket at which an endpoint's peers connect, as the node needs it to say who may."""
+"""The socket at which an endpoint's peers connect, on which the node filters them."""
 
 from __future__ import annotations
 

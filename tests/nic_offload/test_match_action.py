@@ -1,4 +1,4 @@
-"""The match-action table: who wins, who is denied, what is counted."""
+"""The match-action table: which entry wins, which requests are denied, and what is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Out of memory in the progress thread: it stands still, the process lives, and nothing that was to be told is lost."""
+"""Out of memory in the progress thread: it pauses, the process survives, and no report is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused, and that what is refused changed nothing."""
+"""Refused calls, and that a refused call has changed nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The requester against what it promises, over events that a seed makes up.
+"""The requester against its guarantees, with random events.
 
-The reference keeps plain dictionaries and sets of what is known, asked for and on its way, and looks at every get in
-the instant in which it is issued. It has no queues and no turns: which of the possible gets go out is the
-requester's choice; that none goes out which must not, and none stays which could go, is the reference's.
+The reference keeps plain dictionaries and sets of what is known, requested and in flight, and checks every get when it
+is issued. It has no queues and no turns. Which of the possible gets are issued is up to the requester; the reference
+checks that none is issued that must not be, and that none is left that could be.
 """
 
 from __future__ import annotations

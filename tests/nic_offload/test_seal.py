@@ -1,4 +1,4 @@
-"""Seals: what a forger writes who has the true keys of memory is not believed, and what the other end writes is."""
+"""Seals: writes of a forger with valid memory keys are rejected, and the peer's are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entrance: whose call begins next, what counts as begun, and who has no more room outside."""
+"""The entrance: which call begins next, which calls count as begun, and which are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which fetches of a connection were cancelled before the node had heard of them, and whose words are put when."""
+"""Fetches of a connection that are cancelled before they arrive, and when their words are put."""
 
 from __future__ import annotations
 

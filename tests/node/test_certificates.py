@@ -1,4 +1,4 @@
-"""SIGHUP reads certificates again: who comes from then on is shown the new one, and a bad file changes nothing."""
+"""SIGHUP reads certificates again: new connections get the new one, and an invalid file changes nothing."""
 
 from __future__ import annotations
 

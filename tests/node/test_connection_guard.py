@@ -1,4 +1,4 @@
-"""The doorkeeper: who is hung up on, who stays, and what the kernel's filter lets through."""
+"""The doorkeeper: which connections are closed, which stay, and what the kernel's filter admits."""
 
 from __future__ import annotations
 

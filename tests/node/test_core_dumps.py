@@ -1,4 +1,4 @@
-"""A node's memory is in no core dump, and nobody of its user looks into it."""
+"""A node's memory is in no core dump, and other processes of its user can't read it."""
 
 from __future__ import annotations
 

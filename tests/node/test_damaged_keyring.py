@@ -1,4 +1,4 @@
-"""A node whose keyring was tampered with: whom an erasure takes, what others still get, and what people are told."""
+"""A node with a damaged keyring: what an erasure removes, what others can still get, and what is reported."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_swapped_slots_cost_nobody_but_the_erased_user(tmp_path: Path) -> None:
         write(path, {bob: raw[at(bob)], ada: bytes(128)})
         node.start()
         with Client(node.target) as client:
-            assert got(client, "bob") == PAYLOAD, "his key was never touched"
+            assert got(client, "bob") == PAYLOAD, "bob's key was never touched"
             assert got(client, "ada") == MissReason.UNKNOWN
 
 

@@ -120,7 +120,7 @@ def test_a_user_who_is_erased_under_load_is_gone_from_then_on_and_others_stay(
                 hers <= {EXACT, MissReason.ERASED} for began, hers, _ in load.rounds if began < answered
             )
             assert {WRONG} not in [hers for _, hers, _ in load.rounds]
-            assert all(his == {EXACT} for _, _, his in load.rounds)
+            assert all(of_other == {EXACT} for _, _, of_other in load.rounds)
             said = json.loads(erased.receipt)
             assert said["drives"] == ",".join(map(str, range(drives)))
             assert said["bytes"] == erased.size_bytes >= COUNT * SIZE

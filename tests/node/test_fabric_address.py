@@ -1,4 +1,4 @@
-"""Where clients are told that the node's fabric is, whom it believes, and when it is ready."""
+"""The fabric address given to clients, which of theirs are accepted, and when the node is ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bug while a node handles what its drive did ends the process, and its next life has what was acknowledged."""
+"""A bug in handling a drive's event ends the process, and the next one has all acknowledged blocks."""
 
 from __future__ import annotations
 

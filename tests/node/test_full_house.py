@@ -1,7 +1,7 @@
-"""A full house, measured: how soon one is told to come again, and what stalled readers cost those who read.
+"""A node at its limits, measured: how soon calls are refused, and what stalled readers cost the others.
 
-The node is a process of its own. Machines that tests run on do other things as well, so each measurement is taken in
-turns and has three tries; what is promised has to hold in one.
+The node is a separate process. Test machines do other work as well, so measurements alternate, and each has three
+tries, one of which has to meet the bound.
 """
 
 from __future__ import annotations

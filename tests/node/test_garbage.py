@@ -1,6 +1,6 @@
-"""What calls and connections leave behind is freed at once: none of it refers to itself.
+"""The memory of calls and connections is freed at once, because none of it is in a reference cycle.
 
-Python's collector may not run for minutes after a crowd of clients has left.
+Python's collector may not run for minutes after many clients have left.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Health and reflection: what every gRPC server has, and who may ask it."""
+"""Health and reflection, the standard services, and which callers may use them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heap gives back what was freed, and only when that is much."""
+"""The heap returns freed memory, and only if there is much of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hot memory's pages: who gets them, who stays, who goes first."""
+"""The hot memory's pages: allocation, protection and eviction order."""
 
 from __future__ import annotations
 

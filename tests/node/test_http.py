@@ -1,4 +1,4 @@
-"""The port for metrics, health and the page: what it tells, to whom, and how it stands those who are slow or rude."""
+"""The port for metrics, health and the page: its answers, access, and slow or misbehaving callers."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_refusal_is_in_the_audit_log(guarded: NodeProcess, audit: Path) -> Non
     assert (line["what"], line["outcome"]) == ("http /metrics", "refused")
 
 
-def test_a_tenant_sees_his_own_and_an_observer_all(guarded: NodeProcess) -> None:
+def test_a_tenant_sees_its_own_figures_and_an_observer_all(guarded: NodeProcess) -> None:
     url = http_url(guarded)
     for name in ("acme", "zeta"):
         with small_client(guarded.target, token=name) as client:
@@ -429,7 +429,7 @@ def test_many_may_wait_for_the_servers_thread_before_a_probe_of_health_is_droppe
     assert told == [min(HTTP_BACKLOG, int(Path("/proc/sys/net/core/somaxconn").read_text()))]
 
 
-def test_over_tls_a_certificate_of_a_client_is_his_token(tmp_path: Path, pki: Path) -> None:  # noqa: F811
+def test_over_tls_a_client_certificate_is_accepted_as_a_token(tmp_path: Path, pki: Path) -> None:  # noqa: F811
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(TENANTS)
     more = over_tls(

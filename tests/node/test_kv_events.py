@@ -1,4 +1,4 @@
-"""KV events over ZeroMQ: what vLLM's consumers read, gaps that can be seen, and what was missed had again."""
+"""KV events over ZeroMQ: the format of vLLM's consumers, visible gaps, and replay of missed events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of look-ups: what survives, what a torn tail costs, how much there is of it, and that nobody waits for it."""
+"""The log of look-ups: what survives, the cost of a torn tail, its bound, and that no caller waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics and watching: what is counted, what is told, to whom, and what happens to those who read too slowly."""
+"""Statistics and watching: what is counted and reported, to which callers, and readers that are too slow."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_all_work_is_counted(client: Client) -> None:
     assert client.statistics().refused == 1
 
 
-def test_a_tenants_quota_is_his_own(node: NodeInProcess, client: Client) -> None:
+def test_a_tenant_sees_its_own_quota(node: NodeInProcess, client: Client) -> None:
     whose = tenant_id(node, client)
     node.call(lambda one: one.store.change_quotas({whose: 1 << 20}))
     client.put_inline(KEYS[0], b"abc")

@@ -1,4 +1,4 @@
-"""`kvstore serve --otel`: spans reach a real OTLP receiver, and one that is dead or stands still hurts nobody."""
+"""`kvstore serve --otel`: spans reach a real OTLP receiver, and one that is dead or stopped has no effect."""
 
 from __future__ import annotations
 

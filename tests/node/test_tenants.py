@@ -1,4 +1,4 @@
-"""Who may call: the file of tenants, tokens, certificates, rates and the audit log, without a network."""
+"""Access: the file of tenants, tokens, certificates, rates and the audit log, without a network."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_bad_token_is_not_made_good_by_a_certificate(tenants: Tenants) -> None
         tenants.caller([("authorization", "Bearer no")], {"x509_common_name": [b"engine.zeta"]})
 
 
-def test_an_open_node_takes_everybody_at_his_word(clock: HeldClock) -> None:
+def test_an_open_node_believes_any_claimed_tenant(clock: HeldClock) -> None:
     tenants = Tenants(SALT, clock)
     assert tenants.is_open
     assert by_token(tenants, "whatever").tenant("").name == "default"

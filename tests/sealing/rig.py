@@ -1,4 +1,4 @@
-"""A keyring in memory that can lose its power at any write, and names for what is in it."""
+"""A keyring in memory that can lose power at any write, and names for its contents."""
 
 from __future__ import annotations
 

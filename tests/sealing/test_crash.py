@@ -1,8 +1,8 @@
-"""A machine that stops at any write or sync of a keyring, with each sector of its file old or new: nothing is lost.
+"""A machine that stops at any write or sync of a keyring, each sector of its file old or new: nothing is lost.
 
-Each step is stopped in several ways: the process dies (what was written is there, and not durable), the power goes, or
-first the one and then the other. Afterwards every key is as it was or as it was to be; what had been acknowledged
-stands; and the same step, taken again, ends as if nothing had happened.
+Each step is stopped in several ways: the process dies (what it wrote is there, and not durable), power is lost, or
+first one and then the other. Afterwards every key has its old or its new state, acknowledged changes are there, and the
+same step, repeated, ends as if it had not been interrupted.
 """
 
 from __future__ import annotations

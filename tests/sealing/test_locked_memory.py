@@ -1,4 +1,4 @@
-"""A process that may lock little memory: keys that may be swapped are told of, and a node that can't start says why."""
+"""A process that may lock little memory: keys that may be swapped are reported, and a failed start says why."""
 
 from __future__ import annotations
 

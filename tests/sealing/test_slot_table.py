@@ -1,4 +1,4 @@
-"""Slots are read whole while others are written, in both orders; nobody waits for the drive to read them."""
+"""Slots are read whole while others are written, in both orders; reading them waits for no drive."""
 
 from __future__ import annotations
 

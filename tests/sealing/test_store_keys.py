@@ -1,4 +1,4 @@
-"""The keys of an open store: what is made, let go, and never given again."""
+"""The keys of an open store: made, evicted, and never handed out twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots that were swapped, moved or damaged: an erasure takes what it names, all of it, and nobody else's key."""
+"""Slots that were swapped, moved or damaged: an erasure destroys all keys that it names, and no other key."""
 
 from __future__ import annotations
 

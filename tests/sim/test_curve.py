@@ -1,6 +1,6 @@
-"""The closed form against what the paper and its readings give, to every digit that is printed there.
+"""The closed form compared with the paper and its readings, to every printed digit.
 
-Only here do the expected numbers stand; `sim` holds the stages and computes.
+The expected numbers are only here; `sim` has the stages and computes.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def test_a_hot_prefix_heats_its_own_drive() -> None:
     assert busy[0] > 0.95 * sum(busy)
 
 
-def test_users_of_one_prompt_have_it_each_on_his_own_node() -> None:
+def test_users_of_one_prompt_have_it_each_on_their_own_node() -> None:
     cluster = replace(ONE, nodes=4)
     users = range(40)
     requests = [Request(10.0 * user, 2 * BLOCK, 0, (1, 2), user) for user in users]

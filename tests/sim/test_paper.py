@@ -1,4 +1,4 @@
-"""The page on the paper: what is ours is computed, and a verdict changes with what it judges."""
+"""The page on the paper: our numbers are computed, and a verdict changes with its input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured prefill times: read, interpolated, refused beyond what was measured, and used by a replay."""
+"""Measured prefill times: read, interpolated, refused beyond the measured range, and used by a replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of docs/simulator.md are run as they stand, and its table of presets is what comes out."""
+"""The commands of docs/simulator.md are run as printed, and its table of presets is their output."""
 
 from __future__ import annotations
 

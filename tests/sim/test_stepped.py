@@ -1,4 +1,4 @@
-"""Engines that work in steps: by hand, against each other, and against what was published of a real one."""
+"""Engines that work in steps: checked by hand, against each other, and against published measurements."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A drive in memory that fails as drives do, and a clock that stands still.
+"""A drive in memory that fails as drives do, and a clock that doesn't advance by itself.
 
-What the drive does is drawn from a seed: in which order operations end, and, when it dies, which 512-byte
-sectors of what was not yet safe are kept. It keeps to the Disk seam except where a fault says otherwise.
+A seed determines the order in which operations end and, when the drive dies, which 512-byte sectors of unsafe data are
+kept. It follows the Disk seam, except where a fault says otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.storage.disk import DiskDone, DiskOp, DiskOpKind
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-__all__ = ["SHORT", "FakeBay", "FakeClock", "FakeDisk"]
+__all__ = ["SHORT", "FakeClock", "FakeDisk", "FakeDrives"]
 
 SHORT = 1  # a fault: half of the transfer happens and is reported as such. Negative faults are errnos.
 _SECTORS = PAGE_BYTES // SECTOR_BYTES
@@ -221,7 +221,7 @@ class FakeDisk:
             os.eventfd_read(self._event_fd)
 
 
-class FakeBay:
+class FakeDrives:
     """Drives in memory, by number; those that are away are errors."""
 
     def __init__(self, disks: Sequence[FakeDisk], away: Collection[int] = ()) -> None:

@@ -29,7 +29,7 @@ from kvstore.storage.sealing import NO_DOMAIN
 from kvstore.storage.store import Store
 from kvstore.wire.record import record_bytes
 from tests.storage.fake_lane import FakeLane
-from tests.storage.fakes import FakeBay, FakeClock
+from tests.storage.fakes import FakeClock, FakeDrives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,7 @@ def name(number: int) -> bytes:
 
 @cache
 def _dirt(size_bytes: int) -> int:
-    """A file of it, in memory. Who maps it privately gets pages of his own where he writes, and only there."""
+    """A file in memory full of one byte. A private mapping of it has its own copy of each page that is written to."""
     file = os.memfd_create("dirt")
     with open(file, "wb", closefd=False) as whole:
         whole.write(b"\xdd" * size_bytes)
@@ -114,15 +114,15 @@ class StoreRig:
             clock=self.clock,
             drives=self.specs,
             without=without,
-            bay=self.bay() if self.disks else None,
+            source=self.source() if self.disks else None,
             boot_id=self.boot_id,
             policy=self.policy,
             open_keys=self.keyring.open if self.keyring is not None else None,
         )
         return self.store
 
-    def bay(self) -> FakeBay:
-        return FakeBay(self.disks, self.away)
+    def source(self) -> FakeDrives:
+        return FakeDrives(self.disks, self.away)
 
     @property
     def drive(self) -> Drive:

@@ -1,15 +1,15 @@
-"""Whole lives of a store on a drive that loses what it may lose, drawn from seeds.
+"""Random histories of a store on a drive that loses whatever it may lose.
 
-Checked after each crash: every block acknowledged as durable enough for that crash is there, byte for byte;
-every other one is there with the right bytes, or is a miss; what an acknowledged deletion took is a miss; what was
-evicted for room, as every other world does because its drive is too small, was said to be; a
-session names what the last step that survives has left, or what one of the steps behind it would have, in order;
-and a check of the folder finds nothing wrong. In half of the lives puts come first after the crash, most of them of
-bytes that were put before, and a second crash after them, before anybody has read a block: what they were promised has
-to hold though nobody knew what the first crash had torn. Of two drives one may be left out for a life: what
-lies on it is lost, and stays so when it comes back; everything else holds as before.
+Checked after each crash: every block acknowledged as durable enough for that crash is there, byte for byte; every other
+one is there with the right bytes, or is a miss; deleted blocks whose deletion was acknowledged are misses; blocks that
+were evicted for room, as happens in half of the histories because the drive is too small, were reported as such; a
+session lists what the last step that survives has left, or what one of the later steps would have left, in order; and a
+check of the folder finds nothing wrong. In half of the histories the crash is followed by puts, most of them of bytes
+that were put before, and then by a second crash, before any block was read: their guarantees hold although it was
+unknown what the first crash had torn. Of two drives one may be left out for a while: what is on it is lost, and stays
+lost when it comes back; everything else holds as before.
 
-Half of the seeds encrypt. Of these, no sector of a payload is ever written as it was put, whatever becomes of it.
+Half of the seeds encrypt. With these, no sector of a payload is ever written as it was put.
 
 TRIGGERKV_CRASH_SEEDS=n runs n seeds instead of 60 (a fifth as many with two drives), TRIGGERKV_CRASH_FIRST=n begins at
 another one.
@@ -434,7 +434,7 @@ def run(data: Path, seed: int, drives: int = 1) -> Watch:
         assert not (is_encrypted(seed) and expected.watch.in_clear), f"{where}: a payload is in the clear"
     if seed % FSCK_EVERY == 0:
         open_keys = None if rig.keyring is None else rig.keyring.open
-        report = check(data, bay=rig.bay(), boot_id=rig.boot_id, open_keys=open_keys)
+        report = check(data, source=rig.source(), boot_id=rig.boot_id, open_keys=open_keys)
         assert report.damage == [], f"seed {seed}"
     for disk in rig.disks:
         disk.close()

@@ -1,4 +1,4 @@
-"""A raw block device as the drive: a loop device stands in for it, where this machine lets us have one."""
+"""A raw block device as the drive: a loop device, where this machine permits one."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ def test_a_check_of_payloads_makes_an_index_that_doubts_only_what_is_torn(fake: 
     fake.drive._volume.disk.sync()
     tear(fake, 3)
     fake.power_loss(seed=1)
-    report = check(fake.data, repair=True, payloads=True, bay=fake.bay(), boot_id=fake.boot_id)
+    report = check(fake.data, repair=True, payloads=True, source=fake.source(), boot_id=fake.boot_id)
     assert report.repaired
     fake.disk = FakeDisk(disk_of(fake).pages)
     fake.open()

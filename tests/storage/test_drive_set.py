@@ -371,7 +371,7 @@ def test_fsck_does_not_look_into_a_drive_that_was_left_out(rig: StoreRig) -> Non
     rig.store.close()
     rig.disks = fresh(rig.disks)
     rig.away = set()
-    report = check(rig.data, bay=rig.bay(), boot_id=rig.boot_id)
+    report = check(rig.data, source=rig.source(), boot_id=rig.boot_id)
     assert report.damage == []
     assert report.counts["drives that were left out, and will be voided"] == 1
     assert report.counts["blocks"] == len(left)

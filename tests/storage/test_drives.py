@@ -374,7 +374,7 @@ def test_fsck_finds_and_mends_each_drive_by_itself(tmp_path: Path) -> None:
 
     def checked(*, repair: bool = False) -> list[str]:
         rig.disks = [FakeDisk(disk.pages) for disk in rig.disks]
-        report = check(rig.data, bay=rig.bay(), boot_id=rig.boot_id, repair=repair, payloads=True)
+        report = check(rig.data, source=rig.source(), boot_id=rig.boot_id, repair=repair, payloads=True)
         assert (report.counts["blocks"], report.counts["sessions"]) == (BLOCKS, 1)
         assert report.counts["missing blocks of sessions"] == 0
         return report.left if repair else report.damage
@@ -400,7 +400,7 @@ def test_fsck_goes_on_without_a_drive_that_cannot_be_opened(tmp_path: Path) -> N
     rig.store.close()
     rig.disks = [FakeDisk(disk.pages) for disk in rig.disks]
     rig.away = {1}
-    report = check(rig.data, bay=rig.bay(), boot_id=rig.boot_id)
+    report = check(rig.data, source=rig.source(), boot_id=rig.boot_id)
     assert report.damage == ["unusable drives"]
     assert report.counts["blocks"] == BLOCKS - theirs
 

@@ -1,4 +1,4 @@
-"""A store whose records are encrypted: what reaches its drive, who can read it, and what is left when a key is gone."""
+"""A store with encrypted records: what reaches its drive, who can read it, and what is left without a key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.storage.manifests import SessionName
 from kvstore.storage.sealing import NO_DOMAIN
 from nic_offload import aead
 from tests.storage.fake_keys import FakeKeyring, FakeKeys
-from tests.storage.fakes import FakeBay, FakeDisk
+from tests.storage.fakes import FakeDisk, FakeDrives
 from tests.storage.rig import FINGERPRINT, TENANT, USER, StoreRig, key, name
 
 if TYPE_CHECKING:
@@ -177,8 +177,8 @@ def test_blocks_come_back_after_a_restart(sealed: StoreRig, *, scanned: bool) ->
     assert sealed.keyring is not None
     assert sealed.disk is not None
     sealed.store.close()
-    bay, open_keys = FakeBay([FakeDisk(sealed.disk.pages)]), sealed.keyring.open
-    report = check(sealed.data, bay=bay, boot_id=sealed.boot_id, payloads=True, open_keys=open_keys)
+    source, open_keys = FakeDrives([FakeDisk(sealed.disk.pages)]), sealed.keyring.open
+    report = check(sealed.data, source=source, boot_id=sealed.boot_id, payloads=True, open_keys=open_keys)
     assert report.damage == []
     sealed.disk = FakeDisk(sealed.disk.pages)
     sealed.open()

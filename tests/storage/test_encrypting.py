@@ -18,7 +18,7 @@ from kvstore.storage.eviction.types import Guard
 from kvstore.storage.fsck import check
 from kvstore.storage.manifests import SessionName
 from tests.storage.fake_keys import FakeKeyring
-from tests.storage.fakes import FakeBay, FakeDisk
+from tests.storage.fakes import FakeDisk, FakeDrives
 from tests.storage.rig import TENANT, USER, Slots, StoreRig, key, name
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def is_sound(rig: StoreRig) -> bool:
     assert rig.keyring is not None
     disk = FakeDisk(pages(rig))
     report = check(
-        rig.data, bay=FakeBay([disk]), boot_id=rig.boot_id, payloads=True, open_keys=rig.keyring.open
+        rig.data, source=FakeDrives([disk]), boot_id=rig.boot_id, payloads=True, open_keys=rig.keyring.open
     )
     opened(rig)
     return report.damage == []

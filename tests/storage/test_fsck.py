@@ -1,4 +1,4 @@
-"""`kvstore fsck`: what it finds, what it mends, and that it leaves alone what is well."""
+"""`kvstore fsck`: what it finds and repairs, and that it changes nothing that is intact."""
 
 from __future__ import annotations
 

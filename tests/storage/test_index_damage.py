@@ -1,4 +1,4 @@
-"""A damaged index costs a scan, never a record: whatever bit of it is wrong, what is on the drive is read and kept."""
+"""A damaged index costs a scan, never a record: with any bit of it wrong, all records on the drive are found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvstore.storage.index_layout import BLOCK_ROW, NAME_BYTES
 from kvstore.storage.row_check import CHECK_BYTES, checked
 from kvstore.storage.superblock import find_superblock
 from kvstore.storage.volume import Volume
-from tests.storage.fakes import FakeBay, FakeDisk
+from tests.storage.fakes import FakeDisk, FakeDrives
 from tests.storage.filled import (
     all_is_there,
     data_of,
@@ -132,7 +132,7 @@ def test_a_zeroed_page_is_rebuilt_from_by_a_start_and_by_fsck(
         (closed.data / "index-0" / "seal").unlink(missing_ok=True)  # so that the page itself is looked at
         if repaired:
             disk = FakeDisk(disk_of(closed).pages)
-            check(closed.data, repair=True, bay=_bay(disk), boot_id=BOOT)
+            check(closed.data, repair=True, source=_source(disk), boot_id=BOOT)
             closed.disk = FakeDisk(disk.pages)
         all_is_there(closed)
         closed.store.close()
@@ -140,8 +140,8 @@ def test_a_zeroed_page_is_rebuilt_from_by_a_start_and_by_fsck(
         whole = path.read_bytes()
 
 
-def _bay(disk: FakeDisk) -> Any:
-    return FakeBay([disk])
+def _source(disk: FakeDisk) -> Any:
+    return FakeDrives([disk])
 
 
 @pytest.mark.parametrize("first", range(0, CASES, 40))

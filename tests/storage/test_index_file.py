@@ -1,4 +1,4 @@
-"""What is looked at before an index is mapped, and the small files beside it: what is not whole is none."""
+"""The checks before an index is mapped, and the small files beside it: an incomplete file counts as missing."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from kvstore.storage.index_file import DATA_NAME, seal, unseal
 from kvstore.storage.index_layout import unpacked
 from kvstore.storage.row_check import CHECK_BYTES, checked
 from tests.storage.fake_keys import FakeKeyring
-from tests.storage.fakes import FakeBay, FakeDisk
+from tests.storage.fakes import FakeDisk, FakeDrives
 from tests.storage.filled import (
     all_is_there,
     disk_of,
@@ -93,7 +93,7 @@ def nothing_is_wrong(rig: StoreRig) -> None:
     """Neither with the folder, nor with the tables of LMDB."""
     keyring = rig.keyring.open if rig.keyring is not None else None
     report = check(
-        rig.data, bay=FakeBay([FakeDisk(disk_of(rig).pages)]), boot_id=rig.boot_id, open_keys=keyring
+        rig.data, source=FakeDrives([FakeDisk(disk_of(rig).pages)]), boot_id=rig.boot_id, open_keys=keyring
     )
     assert report.damage == []
     with environment_of(folder_of(rig)) as env, env.begin() as transaction:

@@ -18,7 +18,7 @@ from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
 from kvstore.storage.renewals import lives_as_long
-from tests.storage.fakes import FakeBay, FakeDisk
+from tests.storage.fakes import FakeDisk, FakeDrives
 from tests.storage.rig import TENANT, USER, StoreRig, key, name
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def test_a_kill_or_a_power_loss_in_the_middle_leaves_one_life_or_the_other(rig: 
     assert rig.get(1)[1] == b"kv" * 3000
     rig.kill()
     rig.disk = disk_of(rig).after_kill(seed)
-    report = check(rig.data, bay=FakeBay([FakeDisk(disk_of(rig).pages)]), boot_id=rig.boot_id)
+    report = check(rig.data, source=FakeDrives([FakeDisk(disk_of(rig).pages)]), boot_id=rig.boot_id)
     assert report.damage == []
     rig.open()
 
@@ -250,7 +250,7 @@ def test_a_life_that_a_killed_process_had_lengthened_is_no_damage(rig: StoreRig)
         disk.reap()
     rig.kill()
     rig.disk = disk.after_kill(1)
-    report = check(rig.data, bay=FakeBay([FakeDisk(disk_of(rig).pages)]), boot_id=rig.boot_id)
+    report = check(rig.data, source=FakeDrives([FakeDisk(disk_of(rig).pages)]), boot_id=rig.boot_id)
     assert report.damage == []
     rig.open()
     assert not rig.store.statistics().rebuilt

@@ -1,4 +1,4 @@
-"""What stands in a data folder, and which of it is opened, refused, rebuilt or made."""
+"""The contents of a data folder, and whether each is opened, refused, rebuilt or created."""
 
 from __future__ import annotations
 

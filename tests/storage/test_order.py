@@ -1,4 +1,4 @@
-"""The order rule of writes and what a sync stands for, each promise by itself."""
+"""The order rule of writes and the guarantees of a sync, one by one."""
 
 from __future__ import annotations
 

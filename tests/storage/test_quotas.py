@@ -1,4 +1,4 @@
-"""Quotas of tenants through the store: whose blocks go, in which order, what is counted, and who waits."""
+"""Quotas of tenants in the store: which blocks are evicted, in which order, what is counted, and what waits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def hold(rig: StoreRig, numbers: range, guard: Guard = Guard.LEASE) -> list[Held
     return [one for one in held if one is not None]
 
 
-def test_a_tenant_at_his_quota_makes_room_with_his_own_oldest_block(rig: StoreRig) -> None:
+def test_a_tenant_at_its_quota_makes_room_with_its_own_oldest_block(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 4 * BLOCK, OTHER: 2 * BLOCK})
     fill(rig, 2, OTHER)
     fill(rig, 3, FREE)

@@ -15,7 +15,7 @@ from kvstore.storage.eviction.types import Guard
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionStep
 from kvstore.storage.manifests import SessionName
-from tests.storage.fakes import FakeBay, FakeDisk
+from tests.storage.fakes import FakeDisk, FakeDrives
 from tests.storage.pair import fail, user_drive
 from tests.storage.rig import TENANT, USER, StoreRig, key, name
 
@@ -185,7 +185,7 @@ def test_many_that_end_at_once_go_in_portions_and_a_check_finds_nothing(rig: Sto
     rig.store.close()
     rig.disks = [FakeDisk(disk.pages) for disk in rig.disks]
     disk = FakeDisk(rig.disks[0].pages)
-    assert check(rig.data, bay=FakeBay([disk]), boot_id=rig.boot_id).damage == []
+    assert check(rig.data, source=FakeDrives([disk]), boot_id=rig.boot_id).damage == []
     rig.open()
 
 

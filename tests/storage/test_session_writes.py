@@ -1,4 +1,4 @@
-"""Sessions: what they name, what they share, what counts them, and what is left of them after a crash."""
+"""Sessions: the blocks they list and share, refcounts, and their state after a crash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.storage.eviction.types import Guard
 from kvstore.storage.fsck import check
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.storage.manifests import SessionName
-from tests.storage.fakes import FakeBay, FakeDisk
+from tests.storage.fakes import FakeDisk, FakeDrives
 from tests.storage.rig import TENANT, USER, StoreRig, key, name
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def is_sound(rig: StoreRig) -> None:
         assert rig.disk is not None
         rig.disk = FakeDisk(rig.disk.pages)
         disk = FakeDisk(rig.disk.pages)
-        assert check(rig.data, bay=FakeBay([disk]), boot_id=rig.boot_id).damage == []
+        assert check(rig.data, source=FakeDrives([disk]), boot_id=rig.boot_id).damage == []
         if scanned:
             shutil.rmtree(rig.data / "index-0")
         rig.open()

@@ -172,7 +172,7 @@ def test_a_crash_between_two_slices_leaves_a_session_whole_and_nothing_owed(
     filled.kill()
     assert filled.disk is not None
     filled.disk = FakeDisk(filled.disk.pages)
-    report = check(filled.data, bay=filled.bay(), boot_id=filled.boot_id)
+    report = check(filled.data, source=filled.source(), boot_id=filled.boot_id)
     assert report.damage == []
     filled.disk = FakeDisk(filled.disk.pages)
     filled.open()

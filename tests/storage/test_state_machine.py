@@ -1,8 +1,8 @@
-"""The store against a dict: whatever is done to it, in whatever order, it answers as the dict does, or says why not.
+"""The store compared with a dict: after any sequence of calls it answers as the dict does, or reports why not.
 
-The drive is too small for what is put, so blocks are evicted all the time: a block that the dict has and the store has
-not must be gone for a reason that the store can tell, and never while it is held. It is closed, killed, and loses its
-index now and then.
+The drive is too small for all blocks, so blocks are evicted all the time: a block that the dict has and the store lacks
+must be gone for a reason that the store reports, and never while it is guarded. Now and then the store is closed,
+killed, or loses its index.
 
 TRIGGERKV_MACHINE_EXAMPLES=n runs n sequences of 100 steps instead of 60 of 50.
 """
@@ -72,7 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.rig.close()
             disk = FakeDisk(self.disk.pages, capacity=PAGES * PAGE_BYTES)
             self.rig.disks = [disk]
-            report = check(self.folder / "data", bay=self.rig.bay(), boot_id=self.rig.boot_id)
+            report = check(self.folder / "data", source=self.rig.source(), boot_id=self.rig.boot_id)
             assert report.damage == []
             disk.close()
         shutil.rmtree(self.folder)

@@ -1,4 +1,4 @@
-"""Calls over the fabric, as bytes: what was packed comes out again, and what was spoilt doesn't."""
+"""Calls over the fabric as bytes: packing and unpacking, and damaged messages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The proto files keep their rules, and what has landed keeps its meaning; each rule catches what it is for.
+"""The proto files keep their rules, and recorded fields keep their meaning; each rule catches a planted breach.
 
-`kvstore_v1.txtpb` is the protocol as it last landed. What is added to it is written down there when it lands, by
-`python -m tests.wire.test_proto`, and what stands there stays.
+`kvstore_v1.txtpb` is the recorded protocol. `python -m tests.wire.test_proto` records additions; recorded entries never
+change.
 """
 
 from __future__ import annotations

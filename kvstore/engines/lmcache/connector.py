@@ -33,6 +33,7 @@ from kvstore.engines.carrier import Carrier, part_keys
 from kvstore.engines.common_settings import EngineSettings
 from kvstore.engines.lmcache.objects import chunk_key, place
 from kvstore.errors import FabricError
+from kvstore.limits import LMCACHE_THREADS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,7 +48,7 @@ log = logging.getLogger(f"lmcache.{__name__}")  # whose handlers and level are L
 
 _SCHEME = "triggerkv://"
 _PLUGIN = "plugin://"
-_THREADS = 4
+
 _WHERE = "extra_config.triggerkv"
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
         shapes = [list(one) for one in self.meta_shapes]
         layout = f"lmcache {self.meta_fmt} {shapes} {self.meta_dtypes} {settings.weights}"
         self._carrier = Carrier(settings, layout.encode(), self.full_chunk_size_bytes)
-        self._threads = ThreadPoolExecutor(_THREADS, "kvstore-lmcache")
+        self._threads = ThreadPoolExecutor(LMCACHE_THREADS, "kvstore-lmcache")
         self._register()
 
     def _register(self) -> None:

@@ -26,6 +26,7 @@ from kvstore.limits import (
     SLOTS_PER_CLIENT_MAX,
     VLLM_ABSENT_MAX,
     VLLM_ABSENT_NS,
+    VLLM_QUEUED_AT_ONCE,
     VLLM_QUEUED_MAX,
 )
 
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["HostMemory", "State"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
-
-_BATCH = 256
 
 
 class State(enum.Enum):
@@ -182,7 +181,7 @@ class HostMemory:
     def _run(self, work: Callable[[list[bytes]], None], waiting: queue.Queue[bytes]) -> None:
         while True:
             keys = [waiting.get()]
-            while len(keys) < _BATCH and not waiting.empty():
+            while len(keys) < VLLM_QUEUED_AT_ONCE and not waiting.empty():
                 keys.append(waiting.get())
             try:
                 work(keys)

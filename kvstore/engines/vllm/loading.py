@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore.client import as_request
 from kvstore.clock import SystemClock
 from kvstore.engines.vllm.page_transport import Object
-from kvstore.limits import VLLM_LOADING_WAIT_S
+from kvstore.limits import VLLM_LOAD_THREADS, VLLM_LOADING_WAIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Loaded", "Loads"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
-
-_THREADS = 2  # so that requests' loads don't wait for each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class Loads:
         """`step_timeout_s`: for a load that a step waits for."""
         self._transport, self._memory = transport, memory
         self._timeout_s, self._step_timeout_s = timeout_s, step_timeout_s
-        self._threads = ThreadPoolExecutor(_THREADS, "kvstore-load")
+        self._threads = ThreadPoolExecutor(VLLM_LOAD_THREADS, "kvstore-load")
         self._news = threading.Condition()
         self._ended: deque[Loaded] = deque()
         self._under_way = 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvstore.client import Stored, as_request
 from kvstore.clock import SystemClock
 from kvstore.errors import KvError
-from kvstore.limits import VLLM_ATTACH_MS
+from kvstore.limits import VLLM_ATTACH_MS, VLLM_LOOKUP_THREADS, VLLM_LOOKUP_TRIES
 from kvstore.names import UNSAID
 
 if TYPE_CHECKING:
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["NOTHING", "Lookups", "Usable"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
-
-_THREADS = 2
-_WINDOW_STEPS = 8  # shorter lengths tried where a window has gaps
 
 
 class Usable(NamedTuple):
@@ -48,7 +45,7 @@ class Lookups:
         self._client, self._timeout_s = client, timeout_s
         self._groups = identity.groups
         self.step_tokens = math.lcm(*(group.block_tokens for group in identity.groups))
-        self._threads = ThreadPoolExecutor(_THREADS, "kvstore-lookup")
+        self._threads = ThreadPoolExecutor(VLLM_LOOKUP_THREADS, "kvstore-lookup")
         self._attaching = ThreadPoolExecutor(1, "kvstore-attach")
         self._clock, self._attach_ns = SystemClock(), 0
         self._attach_later()
@@ -97,7 +94,7 @@ class Lookups:
             for group, of_group in zip(self._groups, digests, strict=True)
             if group.window_tokens
         ]
-        for _ in range(_WINDOW_STEPS):
+        for _ in range(VLLM_LOOKUP_TRIES):
             tokens -= tokens % self.step_tokens
             if not tokens:
                 break

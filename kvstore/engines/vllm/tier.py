@@ -42,7 +42,12 @@ from kvstore.engines.carrier import Carrier, Place
 from kvstore.engines.vllm.model_hints import Adapter, Engine
 from kvstore.engines.vllm.settings import ENGINE, TierSettings
 from kvstore.errors import ConfigError, DeadlineExceeded
-from kvstore.limits import VLLM_LOADING_WAIT_S, VLLM_SHUTDOWN_MS
+from kvstore.limits import (
+    VLLM_LOAD_THREADS,
+    VLLM_LOADING_WAIT_S,
+    VLLM_SHUTDOWN_MS,
+    VLLM_TIER_STORING_PART,
+)
 from kvstore.names import block_key
 
 if TYPE_CHECKING:
@@ -52,10 +57,7 @@ __all__ = ["TriggerKvTier"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
-_LOADING_THREADS = 2  # so that requests' loads don't wait for each other
-# A chunk that waits to be stored can't be evicted. So many of the pool's may wait: the rest goes on to be a cache while
-# the node is slow or stopped.
-_STORING_PART = 4
+
 _SHUTDOWN_S = VLLM_SHUTDOWN_MS / 1000
 _COUNTS = {
     "loaded_chunks": "Chunks received from the node",
@@ -138,7 +140,8 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
             for ms in (settings.load_timeout_ms, settings.save_timeout_ms, settings.lookup_timeout_ms)
         )
         self._size = self.block_size_bytes
-        self._storing, self._storing_max = 0, len(primary_kv_view) // _STORING_PART
+        # A chunk that waits to be stored can't be evicted: most of the pool stays a cache while the node is slow.
+        self._storing, self._storing_max = 0, len(primary_kv_view) // VLLM_TIER_STORING_PART
         per_token = sum(
             1 / (tokens * offloading_spec.blocks_per_chunk) for tokens in offloading_spec.tokens_per_block
         )
@@ -159,7 +162,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         self._is_asking = False  # whether the last step was told to look something up again
         self._lookups = _Lookups(tier_type, self._present)
         self._seen: dict[str, _Seen] = {}
-        self._loads = ThreadPoolExecutor(_LOADING_THREADS, "kvstore-tier-load")
+        self._loads = ThreadPoolExecutor(VLLM_LOAD_THREADS, "kvstore-tier-load")
         self._saves = ThreadPoolExecutor(1, "kvstore-tier-save")
         self._under_way: dict[int, tuple[bool, _Job, Future[_Moved]]] = {}
         self._ended: list[JobResult] = []

@@ -1,4 +1,4 @@
-"""A made-up day of a store, replayed through each policy: who keeps more of what is asked for.
+"""A synthetic day of a store, replayed through each policy: which has more hits.
 
 Only the order is asserted, never a time.
 """
