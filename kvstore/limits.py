@@ -326,6 +326,7 @@ PREFETCH_THREADS = 4  # of a compute node: prefetches that wait for their nodes 
 ARRIVAL_GRACE_MS = 1_000  # between the deadlines of a request's gets and of the request
 TRANSFERS_TOLD_MAX = 65_536  # that the requester's catalogue has not taken; beyond that the oldest are lost
 SESSIONS_FOLLOWED_MAX = 1024  # whose transfers a compute node's catalogue follows
+RULES_COUNTED_MAX = 256  # rules whose counters a compute node reports by name
 LEARNT_SESSIONS_MAX = 64  # the latest of one user, looked up when nothing is known of the user
 
 PUTS_SEEN_MAX = 64  # latest puts whose times a node remembers
