@@ -49,7 +49,7 @@ class Mover:
         self._slots = slots
         self._memory: mmap.mmap = allocate(max(ENGINE_MOVING_BYTES, block_bytes_max))
         self.memory = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._region = client.register(self._memory)
+        self.region = client.register(self._memory)
 
     @property
     def capacity_bytes(self) -> int:
@@ -60,7 +60,7 @@ class Mover:
         """Store blocks that are contiguous in the memory; returns the KvError of the first that is not stored."""
         at, blocks = 0, []
         for piece in some:
-            blocks.append(Block(piece.key, self._region, at, piece.length, domain=piece.domain))
+            blocks.append(Block(piece.key, self.region, at, piece.length, domain=piece.domain))
             at += piece.length
         for first in range(0, len(blocks), self._slots):
             puts = self.client.arm(blocks[first : first + self._slots])
@@ -74,7 +74,7 @@ class Mover:
         """Get blocks into the memory, contiguously; returns how many arrived, and why the next did not."""
         at, blocks = 0, []
         for piece in some:
-            blocks.append(Block(piece.key, self._region, at, piece.length))
+            blocks.append(Block(piece.key, self.region, at, piece.length))
             at += piece.length
         for number, outcome in enumerate(self.client.get(blocks)):
             if not isinstance(outcome, Hit):
@@ -84,4 +84,4 @@ class Mover:
     def close(self) -> None:
         """Release the memory and the client."""
         self.client.close()  # first: it ends all operations on the memory
-        self._region.close()
+        self.region.close()
