@@ -287,10 +287,10 @@ def test_a_node_that_stands_still_in_a_put_never_stores_what_came_into_the_memor
         Client(node.target, slots=count, block_bytes_max=size) as client,
     ):
 
-        def arm_of_a_still_node(client: Client, blocks: Any) -> Any:
+        def arm_of_a_still_node(client: Client, blocks: Any, flag: Any) -> Any:
             client.attach()
             os.kill(node.pid, signal.SIGSTOP)
-            return arm(client, blocks)
+            return arm(client, blocks, flag)
 
         mover = moving.Mover(client, size, count)
         mover.memory.fill_(1)

@@ -12,13 +12,15 @@ token to be computed. A node's failure never raises: `resume` returns less, or n
 what was not stored. A caller's mistake is raised.
 
 What it doesn't do: batches (a session is one sequence), caches that are quantised or of fixed size, layers with a
-recurrent state. On a GPU the CPU copies through host memory: for the path without that see the vLLM connector.
+recurrent state. If the model is on a GPU, its copy engine moves the blocks through page-locked memory, and a store
+behind them fires their puts (`device_copies`); if the GPU can't, the CPU copies. It has never run on a GPU.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from transformers import DynamicCache
@@ -28,11 +30,13 @@ from kvstore.client.resuming import Resumed as Outcome
 from kvstore.client.transfer_watch import watched_by
 from kvstore.engines.stores import is_about_domains
 from kvstore.engines.transformers.copies import Gathered, scatter
+from kvstore.engines.transformers.device_copies import DeviceCopies, DeviceGathered
 from kvstore.engines.transformers.moving import Mover, batches
 from kvstore.engines.transformers.shapes import Shapes
 from kvstore.engines.transformers.token_blocks import Piece, pieces, usable
 from kvstore.engines.transformers.weights_digest import weights_digest
 from kvstore.errors import (
+    DeviceError,
     DomainRequired,
     InvalidArgument,
     KvError,
@@ -45,6 +49,8 @@ from kvstore.limits import ENGINE_MOVING_BYTES, ENGINE_SLOTS_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, UNSAID, domain_of
 from kvstore.steps import Step
+from nic_offload.cuda_device import CudaDevice
+from nic_offload.errors import CudaUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,6 +63,7 @@ if TYPE_CHECKING:
     from kvstore.client.trace import Notes, Trace
     from kvstore.engines.transformers.shapes import LayerShape
     from kvstore.reach import Reach
+    from nic_offload.device import Device
     from nic_offload.match_action import Request, Table
 
 __all__ = ["CacheStore", "ChatSession", "Resumed", "Saved"]
@@ -103,14 +110,15 @@ class CacheStore:
         block_tokens: int = _BLOCK_TOKENS,
         rules: Table | None = None,
         tenant: str = "",
+        device: Device | None = None,
     ) -> None:
         """Open it. The node is not called yet; `kvstore.reach` describes how it is reached.
 
         `weights` identifies the model's weights; by default all of them are digested, about a second per gigabyte.
         `layers` describes the layers if the model's configuration doesn't. `rules` decide what is fetched when a
-        request arrives, with `tenant` as their name of the node's tenant.
+        request arrives, with `tenant` as their name of the node's tenant. `device` is the model's, if it is not a GPU.
         """
-        self._config = model.config
+        self.config = model.config
         self._device = model.device
         digest = weights_digest(model) if weights is None else weights
         self.shapes = Shapes.of(
@@ -125,6 +133,7 @@ class CacheStore:
             block_bytes_max=block_bytes,
         )
         self._mover = Mover(client, block_bytes, slots)
+        self.copies = _device_copies(self._device, device, self._mover)
         self.arrivals = None if rules is None else Arrivals(client, rules, tenant=tenant)
         self._encrypts: bool | None = None  # whether the node encrypts; None: unknown
         self._lock = threading.Lock()
@@ -154,7 +163,9 @@ class CacheStore:
         """A cache made of blocks, the number of its tokens, and why there are no more."""
         miss: Miss | None = None
         with self._lock, watched_by(notes):
-            gathered, here = Gathered(self.shapes, self._device), 0
+            gathered, here = self._gathered(), 0
+            if self.copies is not None:
+                self.copies.settle()
             for some in batches(wanted, self._mover.capacity_bytes):
                 came, miss = self._mover.get(some)
                 gathered.add(self._mover.memory, some[:came])
@@ -167,8 +178,13 @@ class CacheStore:
             return cache, tokens, again or miss
         return self._cache(gathered, wanted[:count]), wanted[count - 1].end if count else 0, miss
 
-    def _cache(self, gathered: Gathered, whole: Sequence[Piece]) -> DynamicCache:
-        cache = DynamicCache(config=self._config)
+    def _gathered(self) -> Gathered | DeviceGathered:
+        if self.copies is None:
+            return Gathered(self.shapes, self._device)
+        return DeviceGathered(self.shapes, self.copies, self._device)
+
+    def _cache(self, gathered: Gathered | DeviceGathered, whole: Sequence[Piece]) -> DynamicCache:
+        cache = DynamicCache(config=self.config)
         if not whole:
             return cache
         for number, (k, v) in enumerate(gathered.layers()):
@@ -186,8 +202,12 @@ class CacheStore:
             notes.registered(self._mover.region)
         with self._lock, watched_by(notes):
             for some in batches(new, self._mover.capacity_bytes):
-                scatter(self.shapes, layers, cached_tokens, self._mover.memory, some)
-                self._mover.put(some)
+                if self.copies is None:
+                    scatter(self.shapes, layers, cached_tokens, self._mover.memory, some)
+                    self._mover.put(some)
+                else:
+                    copy = partial(self.copies.save, self.shapes, layers, cached_tokens, some)
+                    self._mover.put_copied(some, self.copies, copy)
         return sum(piece.length for piece in new)
 
     def check(self, cache: DynamicCache, cached_tokens: int) -> None:
@@ -207,6 +227,8 @@ class CacheStore:
             self.arrivals.close()
         with self._lock:
             self._mover.close()
+            if self.copies is not None:
+                self.copies.close()
 
     def __enter__(self) -> Self:
         return self
@@ -254,7 +276,12 @@ class ChatSession:
             return Resumed(*self._store.fetched([])[:2], _miss(error))
         wanted = [piece for piece in saved.pieces if piece.end < len(numbers)]
         wanted = wanted[: usable(self._store.shapes, wanted)]
-        cache, here, miss = self._store.fetched(wanted, self._notes)
+        try:
+            cache, here, miss = self._store.fetched(wanted, self._notes)
+        except DeviceError as error:
+            log.warning("A conversation is not resumed: %s", error)
+            cache, here = DynamicCache(config=self._store.config), 0
+            miss = Miss(MissReason.UNREADABLE, str(error))
         if self._notes is not None:
             blocks = sum(piece.end <= here for piece in wanted)
             all_tokens = wanted[-1].end if wanted else 0
@@ -313,6 +340,17 @@ class ChatSession:
                 break
             same.append(piece)
         return _Known(same, ends, info.blocks)
+
+
+def _device_copies(place: torch.device, device: Device | None, mover: Mover) -> DeviceCopies | None:
+    """The copies of a device; None if the CPU reads the model's tensors, or has to."""
+    try:
+        if device is None and place.type == "cuda":
+            device = CudaDevice(place.index or 0)
+        return None if device is None else DeviceCopies(device, mover.buffer)
+    except (DeviceError, CudaUnavailable) as error:
+        log.warning("The CPU copies this model's KV: %s", error)
+        return None
 
 
 def _numbers(tokens: Any) -> list[int]:
