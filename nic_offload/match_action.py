@@ -112,7 +112,7 @@ class Table:
         self._replacing = threading.Lock()  # one replacement at a time; taken before the other
         self._changing = threading.Lock()  # held while the layers change, for a moment
 
-    def match(self, request: Request, now_ns: int) -> Entry | None:  # noqa: C901 - a call less is a tenth of it
+    def match(self, request: Request, now_ns: int) -> Entry | None:  # noqa: C901, PLR0912 - a call less is a tenth of it
         """The entry that the request hits, with the hit counted; None is a miss."""
         best: Entry | None = None
         best_level = -1
@@ -125,9 +125,9 @@ class Table:
                 view = request + tuple([request[i] >> shift for i, shift in derived])  # type: ignore[operator]
             if masked:
                 view += tuple([request[i] & mask for i, mask in masked])  # type: ignore[operator]
-            for bound, pick, behind in steps:
-                if bound < best_level:
-                    break
+            if best is not None:
+                steps = [step for step in steps if step[0] >= best_level]
+            for _, below, pick, behind in steps:
                 bucket = behind(pick(view))
                 if bucket is None:
                     continue
@@ -140,6 +140,8 @@ class Table:
                 level = found.plan.level
                 if level > best_level or (level == best_level and found.beats(best)):  # type: ignore[arg-type]
                     best, best_level = found, level
+                    if below < best_level:
+                        break
         if best is not None:
             row = best.stamp & ROW_MASK
             self._ledger.hits[row] += 1
@@ -153,7 +155,7 @@ class Table:
             derived, masked, steps = near.get(request.source >> network_shift, other)
             shifted = [request[i] >> shift for i, shift in derived]  # type: ignore[operator]
             view = (*request, *shifted, *(request[i] & mask for i, mask in masked))  # type: ignore[operator]
-            for _, pick, behind in steps:
+            for _, _, pick, behind in steps:
                 bucket = behind(pick(view))
                 if bucket is not None:
                     found += bucket if isinstance(bucket, tuple) else (bucket,)

@@ -27,15 +27,15 @@ __all__ = ["Probes", "Probing", "Stage"]
 NETWORKS_MAX = 16_384  # of all masks together, when maps are arranged; larger masks are always probed
 _WORTH_IT = 0.8  # networks are not looked at if a larger part of the maps remains for a request
 
-Step = tuple[int, "Callable[[Any], Any]", "Callable[[Any], Bucket | None]"]
+Step = tuple[int, int, "Callable[[Any], Any]", "Callable[[Any], Bucket | None]"]
 
 
 class Probes(NamedTuple):
-    """What to derive from a request first, then how to probe each map, with its bound."""
+    """What to derive from a request first, then how to probe each map, with its bound and the next one's."""
 
     derived: tuple[tuple[int, int], ...]  # shifted
     masked: tuple[tuple[int, int], ...]
-    steps: tuple[Step, ...]
+    steps: Sequence[Step]
 
 
 class Stage(NamedTuple):
@@ -127,6 +127,7 @@ def _places_of(optional: dict[Space, int], shift: int) -> dict[int, set[int]]:
 
 
 def _probes(spaces: Sequence[Space]) -> Probes:
+    below_of = [space.bound for space in spaces[1:]] + [-1] * bool(spaces)
     fields = sorted({field for space in spaces for field in space.mask if field[1]})
     derived = tuple(field for field in fields if field[1] > 0)
     masked = tuple(field for field in fields if field[1] < 0)
@@ -135,8 +136,8 @@ def _probes(spaces: Sequence[Space]) -> Probes:
         derived,
         masked,
         tuple(
-            (space.bound, _picker([place.get(field, field[0]) for field in space.mask]), space.map.get)
-            for space in spaces
+            (space.bound, below, _picker([place.get(field, field[0]) for field in space.mask]), space.map.get)
+            for space, below in zip(spaces, below_of, strict=True)
         ),
     )
 
