@@ -45,6 +45,17 @@ class Matched(NamedTuple):
         """
         return self.entry is not None and self.owner is None
 
+    @property
+    def fetches(self) -> bool:
+        """Whether the rule has the user's KV fetched.
+
+        >>> arrivals.match(request).fetches
+        True
+        """
+        if self.entry is None or self.owner is None:
+            return False
+        return any(action.kind in {ActionKind.FETCH, ActionKind.PREFETCH} for action in self.entry.actions)
+
 
 def matched_by(request: Request, entry: Entry | None, tenant: str) -> Matched:
     """A request that hit this entry, at nodes where the client acts for this tenant."""

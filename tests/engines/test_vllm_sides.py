@@ -86,6 +86,14 @@ def session(params, header):
     rules = Fake(session=lambda user, name: [user, name])
     return Turns(rules, (), b"")._session(Fake(kv_transfer_params=params, session_id=header))
 
+def prefetched(params, fetches=True):
+    done = []
+    one = lambda user, name: Fake(prefetch=lambda: done.append(["session", user, name]))
+    turns = Turns(Fake(session=one, fetch=lambda _: done.append("user")), (), b"")
+    turns._later = lambda work: work()
+    turns.arrived(Fake(kv_transfer_params=params, session_id=None), Fake(fetches=fetches))
+    return done
+
 def manager(loads, saves):
     host = Fake(look=lambda key: 1 / 0, begin_fill=lambda keys: [(key, 0) for key in keys])
     it = _Manager(host, None, Engine(b"layout", loads=loads, saves=saves))
@@ -115,6 +123,8 @@ print(json.dumps({
     "waits": [waits(here, here), waits(away), waits(here, busy=True), waits(here, layers=8193), waits(away, here)],
     "sessions": [session({"user": "ada", "session": "s"}, "h"), session(None, "h"), session({"user": "ada"}, "h"),
         session({"session": "s"}, None), session(None, None)],
+    "prefetched": [prefetched({"user": "ada", "session": "s"}), prefetched({"session": "s"}), prefetched({}),
+        prefetched({"user": "ada", "session": "s"}, fetches=False), prefetched({"session": "s"}, fetches=False)],
     "managers": [manager(True, True), manager(False, True), manager(True, False)],
     "connectors": [KVConnectorFactory.get_connector_class_by_name(name).__name__
         for name in ("TriggerKvConnector", "TriggerKvOffloadingConnector", "TriggerKvTieringConnector")],
@@ -162,6 +172,12 @@ def test_roles_hold_for_chunks_too(told: dict[str, Any]) -> None:
 
 def test_a_session_that_names_no_user_is_the_anonymous_user_s(told: dict[str, Any]) -> None:
     assert told["sessions"] == [["ada", "s"], ["anonymous", "h"], ["ada", "h"], ["anonymous", "s"], None]
+
+
+def test_all_kv_of_a_user_is_prefetched_and_of_the_anonymous_one_the_session_alone(
+    told: dict[str, Any],
+) -> None:
+    assert told["prefetched"] == [["user"], [["session", "anonymous", "s"]], [], [], []]
 
 
 def test_our_connectors_have_names_however_often_they_are_given(told: dict[str, Any]) -> None:

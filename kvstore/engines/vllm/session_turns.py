@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvstore.engines.vllm.request_rules import session_of
+from kvstore.engines.vllm.request_rules import ANONYMOUS, session_of
 from kvstore.errors import InvalidArgument, KvError, NoSession, SessionRefused
 from kvstore.limits import VLLM_TURN_AGAIN_MS, VLLM_TURN_TRIES, VLLM_TURNS_QUEUED_MAX
 from kvstore.names import SHARED, UNSAID, domain_of
@@ -66,9 +66,17 @@ class Turns:
         self._never = threading.Event()
 
     def arrived(self, request: Any, matched: Matched) -> None:
-        """Prefetch its user's blocks if it names a session, and the rule that it matched says so."""
-        if session_of(request) is not None:
+        """Prefetch its user's blocks if it names a session, and the rule that it matched says so.
+
+        A request that names no user has its session prefetched alone: others' have the same user.
+        """
+        named = session_of(request)
+        if named is None or not matched.fetches:
+            return
+        if named[0] != ANONYMOUS:
             self._later(lambda: self._rules.fetch(matched))
+        elif (session := self._rules.session(*named)) is not None:
+            self._later(session.prefetch)
 
     def finished(self, request: Any, digests: Sequence[Sequence[bytes]]) -> None:
         """Append the blocks that its session lacks; the digests are of saved blocks, group by group."""
