@@ -332,6 +332,7 @@ PREFETCH_THREADS = 4  # of a compute node: prefetches that wait for their nodes 
 ARRIVAL_GRACE_MS = 1_000  # between the deadlines of a request's gets and of the request
 TRANSFERS_TOLD_MAX = 65_536  # that the requester's catalogue has not taken; beyond that the oldest are lost
 SESSIONS_FOLLOWED_MAX = 1024  # whose transfers a compute node's catalogue follows
+RULES_COUNTED_MAX = 256  # rules whose counters a compute node reports by name
 LEARNT_SESSIONS_MAX = 64  # the latest of one user, looked up when nothing is known of the user
 
 PUTS_SEEN_MAX = 64  # latest puts whose times a node remembers
@@ -465,6 +466,8 @@ LOOKUP_RUNS_TOLD_MAX = 8  # of a look-up that a client reports
 ENGINE_SLOTS_MIN = 16  # of one engine's client
 ENGINE_SLOTS_BYTES = 64 << 20  # of the node's memory for puts of one engine
 ENGINE_MOVE_MS = 30_000  # for the blocks of one session of transformers
+ENGINE_DEVICE_COPY_MS = 10_000  # for a device to copy blocks between its memory and the host's
+ENGINE_DEVICE_POLL_MS = 1  # between two polls of such copies
 ENGINE_MOVING_BYTES = 64 << 20  # of transformers' blocks in flight, unless one block is larger
 ENGINE_SLOTS_MAX = 64  # of one session of transformers
 LMCACHE_THREADS = 4  # of one connector

@@ -4,7 +4,8 @@ Rules have two sources: a file, whose rules are replaced all at once (`replace`)
 and removed one by one (`add`, `remove`). Of the matching entries the one with the highest priority wins; among equals
 the more specific, then the older; a file's entries rank in its order, before all added ones. A rule with bindings
 gives its user a guard: a request that claims to be this user from any other 5-tuple is denied, whatever other rules
-say. An added binding can narrow what a file binds, but not widen it.
+say. An added binding can narrow what a file binds, but not widen it. An added entry may age: it is removed once it has
+not been hit for its idle timeout.
 
 What always holds: a match sees the table before a change or after it, never in between, and waits for no lock. An
 entry that stays (same pattern and priority) keeps its counters when the rules are replaced. The table is bounded by
@@ -22,11 +23,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload.errors import KvError, RuleError, TableFull
+from nic_offload.match_ageing import AGED_AT_ONCE, Ageing
 from nic_offload.match_entry import Entry, compile_rule
 from nic_offload.match_fields import FiveTuple, Pattern, Ports, Prefix, Request
 from nic_offload.match_ledger import ROW_BITS, ROW_MASK, VOID_ROW, Counters, Ledger
+from nic_offload.match_probing import Probing
 from nic_offload.match_rule import Action, ActionKind, Requester, Rule
-from nic_offload.match_space import Layer, arrange
+from nic_offload.match_space import Layer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -103,24 +106,28 @@ class Table:
         self._entries_max, self._masks_max = entries_max, masks_max
         self._ledger = Ledger()
         self._filed, self._added = Layer(), Layer(_FIRST_ADDED_AGE)
-        self._stages = arrange(())
+        self._probing = Probing()
+        self._ageing = Ageing(self._ledger)
         self._age = _FIRST_ADDED_AGE
         self._replacing = threading.Lock()  # one replacement at a time; taken before the other
         self._changing = threading.Lock()  # held while the layers change, for a moment
 
-    def match(self, request: Request, now_ns: int) -> Entry | None:  # noqa: C901 - a call less is a tenth of it
+    def match(self, request: Request, now_ns: int) -> Entry | None:  # noqa: C901, PLR0912 - a call less is a tenth of it
         """The entry that the request hits, with the hit counted; None is a miss."""
         best: Entry | None = None
         best_level = -1
         view: tuple[Any, ...] = request
-        for top, derived, steps in self._stages:
+        for top, network_shift, near, other in self._probing.stages:
             if top < best_level:
                 break
+            derived, masked, steps = near.get(request[4] >> network_shift, other) if near else other
             if derived:
                 view = request + tuple([request[i] >> shift for i, shift in derived])  # type: ignore[operator]
-            for bound, pick, behind in steps:
-                if bound < best_level:
-                    break
+            if masked:
+                view += tuple([request[i] & mask for i, mask in masked])  # type: ignore[operator]
+            if best is not None:
+                steps = [step for step in steps if step[0] >= best_level]
+            for _, below, pick, behind in steps:
                 bucket = behind(pick(view))
                 if bucket is None:
                     continue
@@ -133,6 +140,8 @@ class Table:
                 level = found.plan.level
                 if level > best_level or (level == best_level and found.beats(best)):  # type: ignore[arg-type]
                     best, best_level = found, level
+                    if below < best_level:
+                        break
         if best is not None:
             row = best.stamp & ROW_MASK
             self._ledger.hits[row] += 1
@@ -142,9 +151,11 @@ class Table:
     def explain(self, request: Request) -> list[Considered]:
         """Every entry behind the request's keys, the winner first; nothing is counted, nothing cut short."""
         found: list[Entry] = []
-        for _, derived, steps in self._stages:
-            view = (*request, *(request[i] >> shift for i, shift in derived))  # type: ignore[operator]
-            for _, pick, behind in steps:
+        for _, network_shift, near, other in self._probing.stages:
+            derived, masked, steps = near.get(request.source >> network_shift, other)
+            shifted = [request[i] >> shift for i, shift in derived]  # type: ignore[operator]
+            view = (*request, *shifted, *(request[i] & mask for i, mask in masked))  # type: ignore[operator]
+            for _, _, pick, behind in steps:
                 bucket = behind(pick(view))
                 if bucket is not None:
                     found += bucket if isinstance(bucket, tuple) else (bucket,)
@@ -153,8 +164,10 @@ class Table:
         outcomes = [Considered(entry, _outcome(entry, matching, request)) for entry in found]
         return sorted(outcomes, key=lambda considered: considered.outcome is not Outcome.WON)
 
-    def add(self, rule: Rule) -> Entry:
-        """Add one entry."""
+    def add(self, rule: Rule, now_ns: int | None = None) -> Entry:
+        """Add one entry. The clock of its idle timeout, if it has one, starts now, by the clock of `match`."""
+        if rule.idle_timeout_ms is not None and now_ns is None:
+            raise RuleError(f"{rule}: an entry that ages needs the time at which it is added.")
         compiled = compile_rule(rule.pattern, rule.priority)
         with self._changing:
             self._check_entries(self._filed.count + self._added.count + 1)
@@ -166,7 +179,13 @@ class Table:
             self._age += 1
             entry = self._added.add(compiled, rule, self._ledger.allocate(), self._age)
             if self._shape() != before:
-                self._stages = arrange((self._filed, self._added))
+                self._probing = Probing((self._filed, self._added))
+            else:
+                space = self._added.space_of(entry)
+                if space.networks is not None:
+                    self._probing.added(space, space.network_of(entry))
+            if now_ns is not None:
+                self._ageing.added(entry, now_ns)
         return entry
 
     def remove(self, entry: Entry) -> None:
@@ -176,15 +195,28 @@ class Table:
                 raise RuleError(
                     f"Entry {entry.name!r} was not added at run time; replace the file's rules to remove it."
                 )
-            before = self._shape()
+            self._take_out([entry])
+
+    def age(self, now_ns: int, at_most: int = AGED_AT_ONCE) -> int:
+        """Remove added entries that have not been hit for their idle timeout; returns how many. Call it again later."""
+        with self._changing:
+            idle = self._ageing.idle(now_ns, at_most)
+            if idle:
+                self._take_out(idle)
+        return len(idle)
+
+    def _take_out(self, entries: Sequence[Entry]) -> None:
+        before = self._shape()
+        for entry in entries:
             self._added.remove(entry)
+            self._ageing.removed(entry)
             self._retire(entry)
             if entry.plan.bound:
                 guard = self._added.unbind(entry.pattern[:2], entry.pattern.bind)
                 if guard is not None:
                     self._retire(guard)
-            if self._shape() != before:
-                self._stages = arrange((self._filed, self._added))
+        if self._shape() != before:
+            self._probing = Probing((self._filed, self._added))
 
     def replace(self, rules: Sequence[Rule]) -> Replaced:
         """Replace the file's rules by these, atomically; added entries stay."""
@@ -197,7 +229,7 @@ class Table:
                     self._check_entries(new.count + self._added.count)
                     self._check_masks(new, self._added)
                     self._filed = new
-                    self._stages = arrange((new, self._added))
+                    self._probing = Probing((new, self._added))
             except KvError:
                 for row in fresh:
                     self._ledger.release(row)
@@ -244,6 +276,8 @@ class Table:
         kept = 0
         self._check_entries(len(rules))
         for age, rule in enumerate(rules):
+            if rule.idle_timeout_ms is not None:
+                raise RuleError(f"{rule}: only entries added at run time age, so leave idle_timeout_ms out.")
             compiled = compile_rule(rule.pattern, rule.priority)
             new.check(compiled, rule)
             if rule.pattern.bind:
@@ -261,9 +295,9 @@ class Table:
         if row != VOID_ROW:
             self._ledger.release(row)
 
-    def _shape(self) -> tuple[int, ...]:
+    def _shape(self) -> tuple[tuple[int, bool], ...]:
         """The properties of the added entries that the stages depend on."""
-        return tuple(space.bound for space in self._added.spaces.values())
+        return tuple((space.bound, space.networks is None) for space in self._added.spaces.values())
 
     def _check_entries(self, count: int) -> None:
         if count > self._entries_max:

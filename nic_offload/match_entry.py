@@ -1,8 +1,8 @@
 """An entry of the match-action table, and how a rule is compiled to one.
 
-A rule is compiled to a mask (the given fields, each with the bits that its prefix or block leaves open), the key
-under that mask, a level (priority and specificity in one number), and conditions for what a key can't express, such
-as a ragged range of ports, or bindings.
+A rule is compiled to a mask (the given fields, each with what is compared of it), the key under that mask, a level
+(priority and specificity in one number), and conditions for what a key can't express, such as a ragged range of ports,
+or bindings.
 
 What always holds: two rules that compile to the same entry are the same rule; an entry returns the pattern it was
 compiled from.
@@ -16,7 +16,17 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from nic_offload.match_fields import PORT_MAX, SPECIFICITY_BITS, FiveTuple, Pattern, Ports, Prefix
+from nic_offload.match_fields import (
+    PORT_BITS,
+    PORT_MAX,
+    PROTOCOL_BITS,
+    SPECIFICITY_BITS,
+    FiveTuple,
+    Pattern,
+    Ports,
+    Prefix,
+    Ternary,
+)
 from nic_offload.match_ledger import ROW_BITS, ROW_MASK
 
 if TYPE_CHECKING:
@@ -27,7 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Compiled", "Entry", "Plan", "compile_rule"]
 
-Mask = tuple[tuple[int, int], ...]  # index of a request's field, and the bits shifted out of it
+# Index of a request's field, and the bits shifted out of it, or, below 0, the ternary mask that is left of it.
+Mask = tuple[tuple[int, int], ...]
 
 _SOURCE, _SOURCE_PORT, _PROTOCOL = 4, 6, 8
 _FIELDS = _PROTOCOL + 1
@@ -47,7 +58,18 @@ class Compiled(NamedTuple):
 class Plan:
     """The part that entries may share: most exact ones differ only in their key."""
 
-    __slots__ = ("actions", "bound", "conditions", "guard", "level", "mask", "name", "sessions", "users")
+    __slots__ = (
+        "actions",
+        "bound",
+        "conditions",
+        "guard",
+        "idle_ns",
+        "level",
+        "mask",
+        "name",
+        "sessions",
+        "users",
+    )
 
     def __init__(
         self,
@@ -56,12 +78,14 @@ class Plan:
         sessions: str | None = None,
         name: str | None = None,
         *,
+        idle_ns: int | None = None,
         guard: bool = False,
     ) -> None:
         self.mask, _, self.level, self.conditions, self.bound = compiled
         self.actions = actions
         self.sessions = sessions
         self.name = name
+        self.idle_ns = idle_ns
         self.guard = guard
         self.users = 0  # entries in the space; a shared plan is removed with the last of them
 
@@ -132,7 +156,9 @@ class Entry:
         values: list[Any] = [None] * _FIELDS
         mask, conditions = self.plan.mask, self.plan.conditions or ()
         for (index, shift), value in zip(mask, _parts(mask, self.key), strict=True):
-            if index < _SOURCE or index == _PROTOCOL:
+            if shift < 0:
+                values[index] = Ternary(value, ~shift, _bits_of(index, value))
+            elif index < _SOURCE or index == _PROTOCOL:
                 values[index] = value
             elif index < _SOURCE_PORT:
                 values[index] = Prefix(value, shift)
@@ -164,6 +190,13 @@ def _parts(mask: Mask, key: Any) -> tuple[Any, ...]:
     return (key,) if len(mask) == 1 else key
 
 
+def _bits_of(index: int, value: int) -> int:
+    """How many bits a field has; an address has its leading one above them."""
+    if index < _SOURCE_PORT:
+        return value.bit_length() - 1
+    return PROTOCOL_BITS if index == _PROTOCOL else PORT_BITS
+
+
 def compile_rule(pattern: Pattern, priority: int) -> Compiled:
     """Mask, key, level and conditions."""
     names, five = (pattern.tenant, pattern.user, pattern.context, pattern.model), pattern.five
@@ -174,21 +207,20 @@ def compile_rule(pattern: Pattern, priority: int) -> Compiled:
         if text is not None:
             mask.append((index, 0))
             key.append(text if index in _DISTINCT else sys.intern(text))
-    for index, prefix in enumerate(five[:2], _SOURCE):
-        if prefix is not None:
-            mask.append((index, prefix.shift))
-            key.append(prefix.value)
-    ragged = False
-    for index, ports in enumerate(five[2:4], _SOURCE_PORT):
-        if ports is None:
-            continue
-        ragged = ragged or not ports.is_block
-        if ports.low >> ports.block_shift or PORT_MAX >> ports.block_shift:
-            mask.append((index, ports.block_shift))
-            key.append(ports.low >> ports.block_shift)
-    if five.protocol is not None:
-        mask.append((_PROTOCOL, 0))
-        key.append(five.protocol)
+    for index, part in enumerate(five, _SOURCE):
+        if isinstance(part, Ternary):
+            mask.append((index, ~part.open))
+            key.append(part.value)
+        elif isinstance(part, Prefix):
+            mask.append((index, part.shift))
+            key.append(part.value)
+        elif isinstance(part, int):
+            mask.append((_PROTOCOL, 0))
+            key.append(part)
+        elif isinstance(part, Ports) and (part.low >> part.block_shift or PORT_MAX >> part.block_shift):
+            mask.append((index, part.block_shift))
+            key.append(part.low >> part.block_shift)
+    ragged = any(isinstance(part, Ports) and not part.is_block for part in five)
     conditions = pattern.bind or ((five,) if ragged else None)
     level = priority << SPECIFICITY_BITS | pattern.specificity
     return Compiled(

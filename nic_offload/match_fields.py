@@ -2,7 +2,8 @@
 
 An address is one integer with a leading one (`1 << 32` or `1 << 128`) before its bits. So a shift by the bits that a
 prefix leaves open is the whole comparison, and IPv4 never equals IPv6. An IPv4 address inside IPv6
-(`::ffff:10.0.0.1`) counts as the IPv4 address; otherwise it would bypass rules.
+(`::ffff:10.0.0.1`) counts as the IPv4 address; otherwise it would bypass rules. A ternary pattern compares the leading
+one, and all bits above, too.
 
 What always holds: values are frozen and hashable; a pattern that covers less than another has the larger specificity;
 an invalid text is an error of one sentence that names the field and its valid forms.
@@ -13,12 +14,14 @@ What it doesn't do: choose between patterns (`match_space` does), resolve host n
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from nic_offload.errors import RuleError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import TypeGuard
 
 __all__ = [
     "FiveTuple",
@@ -26,6 +29,7 @@ __all__ = [
     "Ports",
     "Prefix",
     "Request",
+    "Ternary",
     "address_number",
     "parse_five",
     "parse_pattern",
@@ -37,27 +41,30 @@ TEXT_CHARACTERS_MAX = 256  # in a tenant, a user, a context, a model, a node, a 
 BINDINGS_MAX = 16  # network 5-tuples that one entry may bind its user to
 PORT_MAX = 65535
 PROTOCOL_MAX = 255
-SPECIFICITY_BITS = 30
+PROTOCOL_BITS, PORT_BITS = 8, 16
+SPECIFICITY_BITS = 33
 
 TEXT_FIELDS = ("tenant", "user", "context", "model")
 FIVE_FIELDS = ("source", "destination", "source_port", "destination_port", "protocol")
 FIELDS = TEXT_FIELDS + FIVE_FIELDS
 
-_PORT_BITS = 16
 _PORT_BLOCK_BITS = 4  # blocks of ports are 1, 16, 256, 4096 wide, so that ranges need few masks
-_V4_BITS, _V6_BITS = 32, 128
-_PREFIX_SHIFT, _PROTOCOL_SHIFT, _NAMES_SHIFT = 17, 26, 27
+V4_BITS, _V6_BITS = 32, 128
+_PREFIX_SHIFT, _PROTOCOL_SHIFT, _NAMES_SHIFT = 17, 26, 30
 _PROTOCOLS = {"icmp": 1, "tcp": 6, "udp": 17, "icmpv6": 58, "sctp": 132}
 _PROTOCOL_NAMES = {number: name for name, number in _PROTOCOLS.items()}
 
 _ADDRESS_TAKES = "an IP address such as 10.0.0.7 or 2001:db8::7"
 _PREFIX_TAKES = "an IP address or a prefix such as 10.0.0.0/8 or 2001:db8::/32"
+_MASKED_TAKES = "VALUE&MASK, such as"
+_MASKED_ADDRESS_TAKES = f"{_MASKED_TAKES} 10.0.0.7&255.0.0.255, both IPv4 or both IPv6"
 _PORT_TAKES = f"a port from 0 to {PORT_MAX}"
 _RANGE_TAKES = f'a port from 0 to {PORT_MAX}, or a range such as "1024-65535"'
 _PROTOCOL_TAKES = f"a number from 0 to {PROTOCOL_MAX} or one of {', '.join(_PROTOCOLS)}"
 
 assert 2 * (PORT_MAX + 1) <= 1 << _PREFIX_SHIFT
 assert 2 * (_V6_BITS + 1) < 1 << (_PROTOCOL_SHIFT - _PREFIX_SHIFT)
+assert PROTOCOL_BITS + 1 < 1 << (_NAMES_SHIFT - _PROTOCOL_SHIFT)
 assert len(TEXT_FIELDS) < 1 << (SPECIFICITY_BITS - _NAMES_SHIFT)
 
 
@@ -116,10 +123,14 @@ class Prefix(NamedTuple):
         """The number of fixed bits: 8 in 10.0.0.0/8."""
         return self.value.bit_length() - 1
 
+    def covers(self, number: int) -> bool:
+        """Whether an address is inside."""
+        return number >> self.shift == self.value
+
     def __str__(self) -> str:
         bits = self.length + self.shift
         number = (self.value << self.shift) - (1 << bits)
-        kind = ipaddress.IPv4Address if bits == _V4_BITS else ipaddress.IPv6Address
+        kind = ipaddress.IPv4Address if bits == V4_BITS else ipaddress.IPv6Address
         return str(kind(number)) if not self.shift else f"{kind(number)}/{self.length}"
 
 
@@ -140,43 +151,90 @@ class Ports(NamedTuple):
         """Whether these ports are that whole block, so that the shift alone decides."""
         return self.high - self.low + 1 == 1 << self.block_shift
 
+    @property
+    def numbers(self) -> int:
+        """How many ports it covers."""
+        return self.high - self.low + 1
+
+    def covers(self, number: int) -> bool:
+        """Whether a port is inside."""
+        return self.low <= number <= self.high
+
     def __str__(self) -> str:
         return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
+
+
+class Ternary(NamedTuple):
+    """The numbers that are `value` in all bits but the `open` ones; an address has its leading one in `value`.
+
+    The open bits are no run from bit 0: that is a prefix, or ports from one to another.
+    """
+
+    value: int
+    open: int
+    bits: int  # of the field
+
+    @property
+    def length(self) -> int:
+        """The number of fixed bits."""
+        return self.bits - self.open.bit_count()
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers it covers."""
+        return 1 << self.open.bit_count()
+
+    def covers(self, number: int) -> bool:
+        """Whether a number of the field is one of these."""
+        return number & ~self.open == self.value
+
+    def __str__(self) -> str:
+        mask = (1 << self.bits) - 1 & ~self.open
+        if self.bits <= PORT_BITS:
+            return f"{self.value}&{mask:#x}"
+        kind = ipaddress.IPv4Address if self.bits == V4_BITS else ipaddress.IPv6Address
+        return f"{kind(self.value - (1 << self.bits))}&{kind(mask)}"
 
 
 class FiveTuple(NamedTuple):
     """A pattern over the network 5-tuple; None is any."""
 
-    source: Prefix | None = None
-    destination: Prefix | None = None
-    source_port: Ports | None = None
-    destination_port: Ports | None = None
-    protocol: int | None = None
+    source: Prefix | Ternary | None = None
+    destination: Prefix | Ternary | None = None
+    source_port: Ports | Ternary | None = None
+    destination_port: Ports | Ternary | None = None
+    protocol: int | Ternary | None = None
 
     def matches(self, request: Request) -> bool:
         """Whether the request's 5-tuple matches."""
         source, destination, source_port, destination_port, protocol = self
         return (
-            (source is None or request[4] >> source[1] == source[0])
-            and (destination is None or request[5] >> destination[1] == destination[0])
-            and (source_port is None or source_port[0] <= request[6] <= source_port[1])
-            and (destination_port is None or destination_port[0] <= request[7] <= destination_port[1])
-            and (protocol is None or request[8] == protocol)
+            (source is None or source.covers(request[4]))
+            and (destination is None or destination.covers(request[5]))
+            and (source_port is None or source_port.covers(request[6]))
+            and (destination_port is None or destination_port.covers(request[7]))
+            and (protocol is None or request[8] == protocol or _covers(protocol, request[8]))
         )
 
     @property
     def specificity(self) -> int:
-        """Protocol given, then the fixed bits of both prefixes, then the ports excluded by both ranges."""
-        prefixes = sum(prefix.length + 1 for prefix in self[:2] if prefix is not None)
-        ports = sum(PORT_MAX - (ports.high - ports.low) for ports in self[2:4] if ports is not None)
-        return (self.protocol is not None) << _PROTOCOL_SHIFT | prefixes << _PREFIX_SHIFT | ports
+        """The fixed bits of the protocol, then those of both addresses, then the ports excluded by both patterns."""
+        addresses = sum(address.length + 1 for address in self[:2] if address is not None)
+        ports = sum(PORT_MAX + 1 - ports.numbers for ports in self[2:4] if ports is not None)
+        protocol = self.protocol.length if isinstance(self.protocol, Ternary) else PROTOCOL_BITS
+        given = 0 if self.protocol is None else protocol + 1
+        return given << _PROTOCOL_SHIFT | addresses << _PREFIX_SHIFT | ports
 
     def show(self) -> dict[str, str]:
         """The fields that are given, as people write them."""
         shown = {name: str(value) for name, value in zip(FIVE_FIELDS, self, strict=True) if value is not None}
-        if self.protocol is not None:
+        if isinstance(self.protocol, int):
             shown["protocol"] = show_protocol(self.protocol)
         return shown
+
+
+def _covers(protocol: int | Ternary, number: int) -> bool:
+    return isinstance(protocol, Ternary) and protocol.covers(number)
 
 
 _ANY = FiveTuple()
@@ -232,13 +290,13 @@ def _parse_binding(where: str, number: int, fields: Mapping[str, object]) -> Fiv
 def parse_five(where: str, fields: Mapping[str, object]) -> FiveTuple:
     """Parse the network 5-tuple of a table; an absent field is any."""
     return FiveTuple(
-        _prefix(where, "source", fields["source"]) if "source" in fields else None,
-        _prefix(where, "destination", fields["destination"]) if "destination" in fields else None,
+        _addresses(where, "source", fields["source"]) if "source" in fields else None,
+        _addresses(where, "destination", fields["destination"]) if "destination" in fields else None,
         _ports(where, "source_port", fields["source_port"]) if "source_port" in fields else None,
         _ports(where, "destination_port", fields["destination_port"])
         if "destination_port" in fields
         else None,
-        _protocol(where, fields["protocol"]) if "protocol" in fields else None,
+        _protocols(where, fields["protocol"]) if "protocol" in fields else None,
     )
 
 
@@ -264,7 +322,7 @@ def address_number(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> in
         if address.ipv4_mapped is None:
             return 1 << _V6_BITS | int(address)
         address = address.ipv4_mapped
-    return 1 << _V4_BITS | int(address)
+    return 1 << V4_BITS | int(address)
 
 
 def _short(value: object) -> str:
@@ -283,6 +341,59 @@ def _address(where: str, field: str, value: object) -> int:
         except ValueError:
             pass
     raise _refuse(where, field, _ADDRESS_TAKES, value)
+
+
+def _is_masked(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and "&" in value
+
+
+def _is_run(open_bits: int) -> bool:
+    """Whether these are the lowest bits, as a prefix leaves them open, or none."""
+    return not open_bits & (open_bits + 1)
+
+
+def _addresses(where: str, field: str, value: object) -> Prefix | Ternary:
+    """Parse an address, a prefix, or VALUE&MASK."""
+    if not _is_masked(value):
+        return _prefix(where, field, value)
+    try:
+        number, mask = (ipaddress.ip_address(text.strip()) for text in value.split("&"))
+    except ValueError:
+        raise _refuse(where, field, _MASKED_ADDRESS_TAKES, value) from None
+    is_mapped = isinstance(number, ipaddress.IPv6Address) and number.ipv4_mapped is not None
+    if number.version != mask.version or is_mapped or "%" in value:
+        raise _refuse(where, field, _MASKED_ADDRESS_TAKES, value)
+    bits = number.max_prefixlen
+    _check_masked(where, field, value, int(number) & ~int(mask))
+    open_bits = (1 << bits) - 1 & ~int(mask)
+    if _is_run(open_bits):
+        shift = open_bits.bit_length()
+        return Prefix((1 << bits | int(number)) >> shift, shift)
+    return Ternary(1 << bits | int(number), open_bits, bits)
+
+
+def _masked_number(where: str, field: str, value: str, bits: int) -> Ternary:
+    """Parse VALUE&MASK of numbers, decimal or as 0x..."""
+    top = (1 << bits) - 1
+    number, _, mask = (_whole_or_hex(text.strip(), top) for text in value.partition("&"))
+    if number is None or mask is None:
+        raise _refuse(where, field, f"{_MASKED_TAKES} 16&0xfe, both from 0 to {top}", value)
+    _check_masked(where, field, value, number & ~mask)
+    return Ternary(number, top & ~mask, bits)
+
+
+def _whole_or_hex(text: str, top: int) -> int | None:
+    if re.fullmatch(r"0x[0-9a-fA-F]{1,4}", text):
+        number = int(text, 16)
+        return number if number <= top else None
+    return _whole(text, top)
+
+
+def _check_masked(where: str, field: str, value: str, outside: int) -> None:
+    if outside:
+        raise RuleError(
+            f"{where}: {field} takes a VALUE with no bits set outside its MASK, not {_short(value)}."
+        )
 
 
 def _prefix(where: str, field: str, value: object) -> Prefix:
@@ -317,8 +428,13 @@ def _port(where: str, field: str, value: object) -> int:
     return port
 
 
-def _ports(where: str, field: str, value: object) -> Ports | None:
-    """Parse a range; all ports is any."""
+def _ports(where: str, field: str, value: object) -> Ports | Ternary | None:
+    """Parse a range, or VALUE&MASK; all ports is any."""
+    if _is_masked(value):
+        masked = _masked_number(where, field, value, PORT_BITS)
+        if not _is_run(masked.open):
+            return masked
+        value = f"{masked.value}-{masked.value | masked.open}"
     first, dash, last = value.partition("-") if isinstance(value, str) else (value, "", "")
     low = _whole(first, PORT_MAX)
     high = _whole(last, PORT_MAX) if dash else low
@@ -327,6 +443,16 @@ def _ports(where: str, field: str, value: object) -> Ports | None:
     if low > high:
         raise RuleError(f"{where}: {field} takes a range from low to high; write {high}-{low}.")
     return None if (low, high) == (0, PORT_MAX) else Ports(low, high)
+
+
+def _protocols(where: str, value: object) -> int | Ternary | None:
+    """Parse a protocol, or VALUE&MASK; all protocols is any."""
+    if not _is_masked(value):
+        return _protocol(where, value)
+    masked = _masked_number(where, "protocol", value, PROTOCOL_BITS)
+    if masked.open == PROTOCOL_MAX:
+        return None
+    return masked if masked.open else masked.value
 
 
 def _protocol(where: str, value: object) -> int:

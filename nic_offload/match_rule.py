@@ -24,6 +24,7 @@ __all__ = ["Action", "ActionKind", "Requester", "Rule"]
 PRIORITY_MAX = 65535
 PRIORITY_DEFAULT = 100
 ACTIONS_MAX = 8  # of one rule
+IDLE_TIMEOUT_MS_MAX = 365 * 24 * 3_600_000
 
 
 class ActionKind(enum.Enum):
@@ -66,7 +67,8 @@ class Requester(Protocol):
 class Rule:
     """A rule, from an operator or a session.
 
-    Without `sessions`, the handle is that of the user in the request (`Entry.sessions_of`).
+    Without `sessions`, the handle is that of the user in the request (`Entry.sessions_of`). With an idle timeout its
+    entry is removed once it has not been hit for that long (`Table.age`); a file's rules have none.
     """
 
     pattern: Pattern
@@ -74,12 +76,18 @@ class Rule:
     priority: int = PRIORITY_DEFAULT
     sessions: str | None = None
     name: str | None = None
+    idle_timeout_ms: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse a rule that means nothing, or could give access to another tenant's KV."""
         if not 0 <= self.priority <= PRIORITY_MAX:
             raise RuleError(f"{self}: priority takes a number from 0 to {PRIORITY_MAX}, not {self.priority}.")
         self._check_actions()
+        idle_ms = self.idle_timeout_ms
+        if idle_ms is not None and not 1 <= idle_ms <= IDLE_TIMEOUT_MS_MAX:
+            raise RuleError(
+                f"{self}: idle_timeout_ms takes a number from 1 to {IDLE_TIMEOUT_MS_MAX}, not {idle_ms}."
+            )
         pattern = self.pattern
         if (pattern.bind or self.sessions is not None) and (pattern.tenant is None or pattern.user is None):
             field = "bind" if pattern.bind else "sessions"

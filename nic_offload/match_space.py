@@ -4,34 +4,39 @@ Exact entries have a mask without shifts and need no special case. Conditions be
 entries under it.
 
 What always holds: the entries under one key are ordered best first. Values that a reader may be using are replaced by
-one assignment into a dict, never modified. No entry of a space has a level above the space's `bound`.
+one assignment into a dict, never modified. No entry of a space has a level above the space's `bound`, and none a
+source network that is not among its `networks`.
 
-What it doesn't do: lock, count, or know other layers: the table does.
+What it doesn't do: lock, count, or know other layers: the table does. Choose what to probe: `match_probing` does.
 """
 
 from __future__ import annotations
 
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from nic_offload.errors import RuleError, TableFull
 from nic_offload.match_entry import Compiled, Entry, Mask, Plan
-from nic_offload.match_fields import FIELDS, SPECIFICITY_BITS
+from nic_offload.match_fields import SPECIFICITY_BITS, V4_BITS
 from nic_offload.match_rule import DENY, PRIORITY_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
+    from typing import Any
 
     from nic_offload.match_fields import FiveTuple
     from nic_offload.match_rule import Action, Rule
 
-__all__ = ["Layer", "Space", "Stage", "arrange"]
+__all__ = ["Bucket", "Layer", "Space"]
 
 ENTRIES_PER_KEY_MAX = 256  # entries under one key are tried one by one
 BINDINGS_PER_USER_MAX = 256  # and so are these
+NETWORKS_PER_MASK_MAX = 1024  # a mask with more of them is probed for every request
+NETWORK_BITS = 16  # a network is the first bits of a source, at most so many of an IPv4 address
 
 _GUARD_MASK: Mask = ((0, 0), (1, 0))  # tenant and user
 _GUARD_LEVEL = (PRIORITY_MAX + 1) << SPECIFICITY_BITS  # above every rule
+
+_SOURCE = 4  # its index in a request
 
 Bucket = Entry | tuple[Entry, ...]
 
@@ -39,14 +44,22 @@ Bucket = Entry | tuple[Entry, ...]
 class Space:
     """The hash map of one mask."""
 
-    __slots__ = ("bound", "levels", "map", "mask", "plans")
+    __slots__ = ("_place", "_shift", "bound", "levels", "map", "mask", "network_shift", "networks", "plans")
 
     def __init__(self, mask: Mask) -> None:
         self.mask = mask
+        # The networks that sources of its entries begin with, and how many do; None: any source.
+        self.networks: dict[int, int] | None = None
+        self.network_shift = 0  # from an address to its network
+        self._place = next((at for at, (index, _) in enumerate(mask) if index == _SOURCE), None)
+        self._shift = 0 if self._place is None else mask[self._place][1]
+        if self._place is not None and self._shift >= 0:
+            self.networks = {}
+            self.network_shift = max(self._shift, V4_BITS - NETWORK_BITS)
         self.map: dict[Hashable, Bucket] = {}
         self.levels: dict[int, int] = {}  # how many entries each level has
         self.bound = -1
-        self.plans: dict[tuple[int, tuple[Action, ...]], Plan] = {}
+        self.plans: dict[tuple[int, tuple[Action, ...], int | None], Plan] = {}
 
     def behind(self, key: Hashable) -> tuple[Entry, ...]:
         """The entries under a key, best first."""
@@ -62,6 +75,18 @@ class Space:
         plan.users += 1
         self.levels[plan.level] = self.levels.get(plan.level, 0) + 1
         self.bound = max(self.bound, plan.level)
+        if self.networks is not None:
+            network = self.network_of(entry)
+            self.networks[network] = self.networks.get(network, 0) + 1
+            if len(self.networks) > NETWORKS_PER_MASK_MAX:
+                self.networks = None
+
+    def network_of(self, entry: Entry) -> int:
+        """The first bits of the source that an entry of this space has."""
+        assert self._place is not None
+        key: Any = entry.key
+        value: int = key if len(self.mask) == 1 else key[self._place]
+        return value >> (self.network_shift - self._shift)
 
     def drop(self, entry: Entry) -> None:
         """Remove an entry; the bound falls when the last one of the highest level is removed."""
@@ -70,9 +95,14 @@ class Space:
             self.map[entry.key] = rest if len(rest) > 1 else rest[0]
         else:
             del self.map[entry.key]
+        if self.networks is not None:
+            network = self.network_of(entry)
+            self.networks[network] -= 1
+            if not self.networks[network]:
+                del self.networks[network]
         plan = entry.plan
         plan.users -= 1
-        shared = (plan.level, plan.actions)
+        shared = (plan.level, plan.actions, plan.idle_ns)
         if not plan.users and self.plans.get(shared) is plan:
             del self.plans[shared]
         self.levels[plan.level] -= 1
@@ -83,11 +113,12 @@ class Space:
 
     def plan(self, compiled: Compiled, rule: Rule) -> Plan:
         """A plan for the rule: that of equal rules if they share everything."""
+        idle_ns = None if rule.idle_timeout_ms is None else rule.idle_timeout_ms * 1_000_000
         if rule.sessions is not None or rule.name is not None or compiled.conditions is not None:
-            return Plan(compiled, rule.actions, rule.sessions, rule.name)
-        shared = (compiled.level, rule.actions)
+            return Plan(compiled, rule.actions, rule.sessions, rule.name, idle_ns=idle_ns)
+        shared = (compiled.level, rule.actions, idle_ns)
         if shared not in self.plans:
-            self.plans[shared] = Plan(compiled, rule.actions)
+            self.plans[shared] = Plan(compiled, rule.actions, idle_ns=idle_ns)
         return self.plans[shared]
 
 
@@ -154,6 +185,10 @@ class Layer:
         space = self.spaces.get((entry.plan.mask, entry.plan.guard))
         return space is not None and any(other is entry for other in space.behind(entry.key))
 
+    def space_of(self, entry: Entry) -> Space:
+        """The space of an entry of this layer."""
+        return self.spaces[entry.plan.mask, entry.plan.guard]
+
     def bind(self, who: Hashable, bindings: tuple[FiveTuple, ...], new_row: Callable[[], int]) -> None:
         """Let the user (tenant, user) pass from these 5-tuples too, and from no unbound ones."""
         counts = dict(self.bindings.get(who, {}))
@@ -204,46 +239,3 @@ class Layer:
         space.drop(entry)
         if not space.map:
             del self.spaces[where]
-
-
-class Stage(NamedTuple):
-    """Some of the spaces to probe: what to derive from the request first, then how to probe each of them."""
-
-    bound: int  # that of the first step, which is the highest
-    derived: tuple[tuple[int, int], ...]
-    steps: tuple[tuple[int, Callable[[Any], Any], Callable[[Any], Bucket | None]], ...]
-
-
-def arrange(layers: Iterable[Layer]) -> tuple[Stage, ...]:
-    """How to probe all spaces of these layers as they are now, best bound first.
-
-    The spaces before the first that needs a shift are a stage of their own: an exact hit above all wildcards
-    never pays for shifting.
-    """
-    spaces = [space for layer in layers for space in layer.spaces.values()]
-    spaces.sort(key=lambda space: -space.bound)
-    plain = 0
-    while plain < len(spaces) and not any(shift for _, shift in spaces[plain].mask):
-        plain += 1
-    return tuple(_stage(part) for part in (spaces[:plain], spaces[plain:]) if part)
-
-
-def _stage(spaces: list[Space]) -> Stage:
-    derived = tuple(sorted({field for space in spaces for field in space.mask if field[1]}))
-    place = {field: len(FIELDS) + position for position, field in enumerate(derived)}
-    return Stage(
-        spaces[0].bound,
-        derived,
-        tuple(
-            (space.bound, _picker([place.get(field, field[0]) for field in space.mask]), space.map.get)
-            for space in spaces
-        ),
-    )
-
-
-def _picker(places: list[int]) -> Callable[[Any], Any]:
-    return itemgetter(*places) if places else _nothing
-
-
-def _nothing(_view: Any) -> tuple[()]:
-    return ()

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # tests/gpu, on a machine with an NVIDIA GPU. Without a driver or a GPU it says which is missing and fails.
 #
-# What always holds: a test that can't run is a failure here, and not skipped as in `make test`. PyTorch (3 GB) goes into
-# .venv-gpu, which is made when it is missing; .venv stays as it is. The figures are in build/bench/gpu.json.
+# What always holds: a test that can't run is a failure here, and not skipped as in `make test`. PyTorch (3 GB) and
+# transformers go into .venv-gpu, which is made when it is missing; .venv stays as it is. The figures are in
+# build/bench/gpu.json.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 probe='
@@ -15,12 +16,12 @@ except CudaUnavailable as error:
 '
 .venv/bin/python -c "$probe"
 venv=.venv-gpu
-stamp=$venv/.stamp
+stamp=$venv/.stamp-with-transformers
 if [[ ! -f $stamp || requirements-dev.txt -nt $stamp ]]; then
   rm -rf "$venv"
   .venv/bin/python -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --no-deps -r requirements-dev.txt
-  "$venv/bin/python" -m pip install --quiet 'torch>=2.6' # for CUDA, with what it needs
+  "$venv/bin/python" -m pip install --quiet 'torch>=2.6' 'transformers>=5.19,<6' # for CUDA, with what they need
   "$venv/bin/python" -m pip install --quiet --no-build-isolation --no-deps --no-index -e .
   touch "$stamp"
 fi

@@ -36,6 +36,7 @@ from kvstore.client.cluster_blocks import ClusterBlock
 from kvstore.client.cluster_client import ClusterClient
 from kvstore.client.cluster_puts import ClusterPin, ClusterPuts
 from kvstore.client.erasing import Erasure
+from kvstore.client.matched import Matched
 from kvstore.client.nodes import Nodes, RegisteredMemory
 from kvstore.client.observing import Happened, LookedUp
 from kvstore.client.puts import ArmedPuts
@@ -70,6 +71,7 @@ __all__ = [
     "Hit",
     "ListedSession",
     "LookedUp",
+    "Matched",
     "Nodes",
     "Pin",
     "Prefix",

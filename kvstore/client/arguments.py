@@ -161,7 +161,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "float": _timeout,
     "int": _whole,
     "str": _text,
-} | {kind: _named(kind) for kind in ("Arrival", "Client", "Map", "Request", "Step")}
+} | {kind: _named(kind) for kind in ("Arrival", "Client", "Map", "Matched", "Request", "Step")}
 CHECKED: Final = frozenset(_CHECKS)
 # Looked at by the method, block by block or beside another argument.
 UNCHECKED: Final = {"Data", "Iterable[tuple[bytes, Data]]", "Sequence[int]", "Sequence[tuple[bytes, int]]"}

@@ -13,7 +13,8 @@ names go there, and are whole or a MISS; all others go into the node's memory.
 What always holds: a request that no rule permits, above all one from a 5-tuple that isn't bound to the user, causes no
 call. A denial and a MISS are answers, not errors. The catalogue records each acknowledged put and each block found to
 be gone, and drops a user when something of theirs is deleted; for anything it doesn't know it asks the node. A node
-that is away, or doesn't know either, is a MISS with its reason. Waits have deadlines.
+that is away, or doesn't know either, is a MISS with its reason. Waits have deadlines. Each request also removes entries
+of the table that have not been hit for their idle timeout.
 What it doesn't do: run a thread. `poll` and every wait process arrived results. Any thread may call; calls are served
 one at a time. It trusts the 5-tuple it is given, which must come from the connection.
 """
@@ -25,13 +26,14 @@ import threading
 from collections import deque
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, NamedTuple
-from urllib.parse import unquote
 
 from kvstore.client.arguments import checks_arguments
 from kvstore.client.blocks import Hit
 from kvstore.client.checks import check_memory, check_placed
-from kvstore.client.client import session_calls_of
+from kvstore.client.client import Client, session_calls_of
 from kvstore.client.fetcher import Fetcher, Placing
+from kvstore.client.matched import RuleCounts, matched_by
+from kvstore.client.one_node import OneNode
 from kvstore.client.resuming import Manifest, Resumed
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
@@ -50,7 +52,7 @@ from kvstore.miss import Miss, MissReason
 from kvstore.steps import Step
 from nic_offload.handle import Handle
 from nic_offload.made_by import made_by
-from nic_offload.match_action import ActionKind, perform
+from nic_offload.match_action import perform
 from nic_offload.requester import KvRequester
 from nic_offload.requester_catalogue import Extent, User
 from nic_offload.requester_hits import At
@@ -61,10 +63,12 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block
     from kvstore.client.fetcher import Report
+    from kvstore.client.matched import Matched
     from kvstore.client.nodes import Nodes
+    from kvstore.client.one_node import Homes
     from kvstore.client.sessions import Session
     from kvstore.client.trace import Notes
-    from nic_offload.match_action import Entry, Request, Table
+    from nic_offload.match_action import Counters, Entry, Request, Table
     from nic_offload.requester_terms import Statistics
 
 __all__ = ["Arrival", "Arrivals"]
@@ -188,13 +192,14 @@ class Arrivals(Handle):
     True
     """
 
-    def __init__(self, nodes: Nodes, rules: Table, *, tenant: str, limits: Limits = _LIMITS) -> None:
-        """`tenant` is the rules' name for the tenant of the nodes' clients."""
+    def __init__(self, nodes: Nodes | Client, rules: Table, *, tenant: str, limits: Limits = _LIMITS) -> None:
+        """`tenant` is the rules' name for the tenant of the nodes' clients. A client is its node's, for all users."""
         self.rules = rules
         self._tenant = tenant
-        self._nodes = nodes
+        self._nodes: Homes = OneNode(nodes) if isinstance(nodes, Client) else nodes
         self._clock = SystemClock()
-        self._fetcher = Fetcher(nodes, self._clock)
+        self._fetcher = Fetcher(self._nodes, self._clock)
+        self._counts = RuleCounts()
         self._requester = KvRequester(self._fetcher, limits)
         self._lock = threading.RLock()
         self._sessions: dict[tuple[str, str], Session] = {}  # unused longest first
@@ -268,20 +273,60 @@ class Arrivals(Handle):
         >>> arrivals.arrived(request).rule
         'tenant=acme,user=ada'
         """
+        return self.fetch(self.match(request), place, timeout_s=timeout_s)
+
+    def match(self, request: Request) -> Matched:
+        """What the rules say of a request, without a call. It counts as a hit; `fetch` does what the rule says.
+
+        >>> arrivals.match(request).denied
+        False
+        """
+        now_ns = self._clock.monotonic_ns()
+        with self._lock:
+            if self._closed:
+                raise Closed("The arrivals are closed.")
+            self.rules.age(now_ns)
+            entry = self.rules.match(request, now_ns)
+            if entry is not None:
+                self._counts.add(entry, hits=1, now_ns=now_ns)
+        return matched_by(request, entry, self._tenant)
+
+    def fetch(
+        self,
+        matched: Matched,
+        place: Callable[[int, bytes], Block] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Arrival:
+        """The second half of `arrived`, for a request that was matched before.
+
+        >>> arrivals.fetch(arrivals.match(request)).rule
+        'tenant=acme,user=ada'
+        """
+        request, entry, owner = matched
         with self._lock:
             if self._closed:
                 raise Closed("The arrivals are closed.")
             self._take_in()
-            entry = self.rules.match(request, self._clock.monotonic_ns())
         if entry is None:
             return Arrival(self, None, miss=Miss(MissReason.UNKNOWN, "No rule matches this request."))
-        owner = _owner(entry, request)
-        denies = any(action.kind is ActionKind.DENY for action in entry.actions)
-        if denies or owner is None or owner.tenant != self._tenant:
+        if owner is None:
             return Arrival(self, entry, denied=True)
         if timeout_s is None:
             timeout_s = self._nodes.reach.get_timeout_s
         return self._allowed(entry, request, owner, place, timeout_s)
+
+    def counts(self) -> dict[str, Counters]:
+        """What each entry has seen through these arrivals, by name, also if it has left the table.
+
+        The first names are kept, a bounded number; what all others have seen is under "".
+
+        >>> arrivals.counts()["tenant=acme,user=ada"].hits > 0
+        True
+        """
+        with self._lock:
+            self._take_in()
+            return self._counts.all()
 
     def _allowed(
         self,
@@ -466,6 +511,7 @@ class Arrivals(Handle):
         reason = self._reasons.get(finished.user)
         if reason is not None:
             self.rules.add_bytes(reason.entry, finished.moved_bytes)
+            self._counts.add(reason.entry, moved_bytes=finished.moved_bytes)
 
     def _pump(self) -> None:
         if self._closed:
@@ -492,12 +538,6 @@ class Arrivals(Handle):
             self._closed = True
             self._running.clear()
         self._fetcher.close()
-
-
-def _owner(entry: Entry, request: Request) -> User | None:
-    """Return the user whose KV the entry points to."""
-    parts = [unquote(part) for part in entry.sessions_of(request).split("/")]
-    return User(*parts) if len(parts) == len(User._fields) and parts[0] == request.tenant else None
 
 
 def _places(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from kvstore.client.blocks import Block, Hit
-    from kvstore.client.nodes import Nodes
+    from kvstore.client.one_node import Homes
     from kvstore.client.spans import ResumeSpan
     from kvstore.client.step_calls import ReadAhead
     from kvstore.client.trace import Notes
@@ -84,7 +84,7 @@ class _Open:
 class Fetcher(Handle):
     """The one seam of the requester, over all nodes."""
 
-    def __init__(self, nodes: Nodes, clock: Clock) -> None:
+    def __init__(self, nodes: Homes, clock: Clock) -> None:
         self.reports: deque[Report] = deque()  # as many as there are tickets, at most
         self.placings: dict[User, Placing] = {}
         self.notes: dict[User, Notes] = {}  # of the session whose request is the reason

@@ -1,8 +1,9 @@
 """A chat with a model of random weights that continues in another process, after its node was killed.
 
 Two processes have the same model (the same seed). The first chats, saves each turn, and prints what the next turn's
-logits would be. Then the node is killed with SIGKILL and restarted, and the second process resumes: its logits must
-be the same, bit for bit, and its answer must be that of a process which computes everything again.
+logits would be. Then the node is killed with SIGKILL and restarted, and the user returns to the second process: their
+request is matched, their KV is read into the node's memory while they type, and the prompt resumes. The logits must be
+the same, bit for bit, and the answer must be that of a process which computes everything again.
 """
 
 from __future__ import annotations
@@ -44,14 +45,17 @@ def run(turns: int, tokens: int, *, as_json: bool = False) -> int:
             tell(f"1. A chat of {turns} turns of {tokens} tokens, each saved at its end")
             first = _process("begin", node.target, home, turns, tokens)
             tell(_indented(_turns(first["turns"])))
-            tell("2. The node is killed with SIGKILL and restarted; another process resumes")
+            tell("2. The node is killed with SIGKILL and restarted; the user returns to another process")
             node.kill()
             node.start()
             second = _process("resume", node.target, home, turns, tokens)
     right = second["logits"] == first["logits"] and second["answer"] == second["answer_recomputed"]
+    right = right and second["spoofed_denied"]
     if as_json:
         say(json.dumps({"first": first, "second": second, "right": right}, indent=2))
     else:
+        say(_indented(_matched(second)))
+        say(_indented(second["trace"]))
         say(_indented(_times(second)))
         bits = "are equal, bit for bit," if second["logits"] == first["logits"] else "DIFFER"
         answers = "the same" if second["answer"] == second["answer_recomputed"] else "ANOTHER ONE"
@@ -96,6 +100,17 @@ def _turns(turns: Sequence[dict[str, Any]]) -> str:
         for number, turn in enumerate(turns, 1)
     ]
     return table(["turn", "tokens so far", "answered", "computed in", "saved", "in"], rows)
+
+
+def _matched(story: dict[str, Any]) -> str:
+    seen = story["rules"][story["rule"]]
+    read = f"after {story['read_ms']:,.0f} ms" if story["read_ahead"] else "NOT in time"
+    denied = "denied" if story["spoofed_denied"] else "NOT DENIED"
+    return (
+        f"The request hits {story['rule']!r} ({seen['hits']} hit, {seen['bytes'] / 1e6:,.1f} MB); the same from"
+        f" another address is {denied}.\nThe KV is in the node's memory {read}, while the user types for"
+        f" {story['typed_s']:.0f} s:"
+    )
 
 
 def _times(story: dict[str, Any]) -> str:

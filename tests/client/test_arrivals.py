@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.client import Arrivals, Block, Nodes, Resumed
+from kvstore.client import Arrivals, Block, Client, Nodes, Resumed
+from kvstore.clock import SystemClock
 from kvstore.errors import (
     Closed,
     InvalidArgument,
     NotRegistered,
 )
-from kvstore.limits import RESUME_BATCH_BLOCKS
+from kvstore.limits import RESUME_BATCH_BLOCKS, RULES_COUNTED_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.steps import Step
 from nic_offload.flags import FlagWords
-from nic_offload.match_action import Request, Table
+from nic_offload.match_action import Action, ActionKind, Pattern, Request, Rule, Table
 from nic_offload.match_file import parse_rules
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import HeldDrive, NodeInProcess
@@ -356,3 +357,75 @@ def test_a_client_alone_can_have_blocks_read_ahead(rig: ArrivalsRig) -> None:
     assert read.unread == []
     assert list(read.missing) == [key("ada", 7)]
     assert read.missing[key("ada", 7)].reason is MissReason.UNKNOWN
+
+
+def test_one_client_is_the_home_of_all_users(here: NodeInProcess, rig: ArrivalsRig) -> None:
+    rig.store("ada", 0, 20)
+    with Client(here.target, tenant="acme") as client, Arrivals(client, rig.table, tenant="acme") as arrivals:
+        memory = mmap.mmap(-1, 20 * SIZE)
+        region = client.register(memory)
+        typing = arrivals.arrived(request("ada"))
+        assert typing.wait(WAIT_S)
+        back = arrivals.arrived(
+            request("ada"), lambda number, name: Block(name, region, number * SIZE, SIZE), timeout_s=WAIT_S
+        )
+        assert back.whole().is_whole
+        assert memory[:] == b"".join(bytes_of("ada", number) for number in range(20))
+        assert arrivals.session("ada", "chat").keys() == [key("ada", number) for number in range(20)]
+
+
+def test_what_a_request_matches_is_known_without_a_call_and_fetched_later(rig: ArrivalsRig) -> None:
+    rig.store("ada", 0, 3)
+    calls = rig.client.calls
+    allowed = rig.arrivals.match(request("ada"))
+    spoofed = rig.arrivals.match(request("ada", source="192.0.2.7"))
+    foreign = rig.arrivals.match(request("eve", tenant="zeta"))
+    unmatched = rig.arrivals.match(request("eve", tenant="theta"))
+    assert [one.denied for one in (allowed, spoofed, foreign, unmatched)] == [False, True, True, False]
+    assert [one.rule for one in (allowed, spoofed, unmatched)] == ["ada", "guard of acme/ada", None]
+    assert rig.arrivals.fetch(spoofed, rig.place).denied
+    assert rig.client.calls == calls
+    hits = rig.table.counters(next(one for one in rig.table if one.name == "ada")).hits
+    assert rig.arrivals.fetch(allowed, rig.place, timeout_s=WAIT_S).whole().is_whole
+    assert rig.table.counters(next(one for one in rig.table if one.name == "ada")).hits == hits, (
+        "counted once"
+    )
+
+
+def test_entries_that_are_not_hit_leave_the_table_while_requests_arrive(rig: ArrivalsRig) -> None:
+    def aged(user: str, idle_timeout_ms: int) -> Rule:
+        fetch = (Action(ActionKind.FETCH),)
+        return Rule(Pattern("acme", user), fetch, name=f"of {user}", idle_timeout_ms=idle_timeout_ms)
+
+    now_ns = SystemClock().monotonic_ns()
+    rig.table.add(aged("zoe", 1), now_ns)
+    rig.table.add(aged("yan", 3_600_000), now_ns)
+    wait_until(
+        lambda: rig.arrivals.match(request("bob")).rule is not None and "of zoe" not in names(rig),
+        "the entry has aged",
+    )
+    assert "of yan" in names(rig)
+    assert rig.arrivals.match(request("zoe")).rule == "everybody of acme"
+
+
+def names(rig: ArrivalsRig) -> set[str]:
+    return {entry.name for entry in rig.table}
+
+
+def test_each_entry_s_hits_and_bytes_are_counted_by_name_and_stay_when_it_leaves(rig: ArrivalsRig) -> None:
+    rig.store("ada", 0, 4)
+    assert rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S).whole().is_whole
+    rig.arrivals.arrived(request("ada", source="192.0.2.7"))
+    wait_until(lambda: rig.arrivals.counts()["ada"].moved_bytes == 4 * SIZE, "the bytes are counted")
+    rig.table.replace([])
+    counts = rig.arrivals.counts()
+    assert (counts["ada"].hits, counts["guard of acme/ada"].hits) == (1, 1)
+    assert counts["ada"].last_hit_ns > 0
+    for number in range(RULES_COUNTED_MAX + 10):
+        entry = rig.table.add(Rule(Pattern("acme", f"user {number}"), (Action(ActionKind.COUNT),)))
+        rig.arrivals.match(request(f"user {number}"))
+        rig.table.remove(entry)
+    counts = rig.arrivals.counts()
+    assert len(counts) == RULES_COUNTED_MAX + 1
+    assert counts[""].hits == 12, "what has no room for its name is counted together"
+    assert sum(one.hits for one in counts.values()) == RULES_COUNTED_MAX + 12

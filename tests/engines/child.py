@@ -72,8 +72,10 @@ def main(given: str) -> None:
         session: str = "",
         adapter: str = "",
         domain: str = "",
+        five_tuple: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        params = {"session": session, "user": "ada"} if session else {}
+        params: dict[str, Any] = {"session": session, "user": "ada"} if session else {}
+        params |= {"five_tuple": five_tuple} if five_tuple else {}
         params |= {"domain": domain} if domain else {}
         how = SamplingParams(
             temperature=0,
@@ -107,7 +109,11 @@ def main(given: str) -> None:
             case "drop":
                 answer = _drop_pool(llm)
             case "counts":
-                answer = {one.name: one.value for one in llm.get_metrics() if hasattr(one, "value")}
+                answer = {
+                    one.name + (f" {one.labels['rule']}" if "rule" in one.labels else ""): one.value
+                    for one in llm.get_metrics()
+                    if hasattr(one, "value")
+                }
         print(json.dumps(answer), file=answers)
 
 

@@ -22,4 +22,18 @@ def test_the_chat_goes_on_in_another_process_bit_for_bit() -> None:
     )
     assert story["right"]
     assert story["second"]["tokens"] == 232
+    assert (story["second"]["rule"], story["second"]["spoofed_denied"]) == ("ada's chat", True)
+    assert story["second"]["read_ahead"]
+    assert story["second"]["rules"]["guard of demo/ada"] == {"hits": 1, "bytes": 0}
+    own = story["second"]["rules"]["ada's chat"]
+    assert own["hits"] == 1
+    assert own["bytes"] == sum(turn["sent_bytes"] for turn in story["first"]["turns"])
+    steps = story["second"]["steps"]
+    assert {one["step"] for one in steps} == set(range(1, 9)), "the eight steps"
+    seen = [one["seen"] for one in steps]
+    assert seen.index("prefetched") < seen.index("resuming") < seen.index("whole") < seen.index("computed")
+    read = [one for one in steps if one["seen"] == "read"]
+    assert all(one["unix_ms"] < steps[seen.index("resuming")]["unix_ms"] for one in read), (
+        "while the user typed"
+    )
     assert [turn["sent_bytes"] > 0 for turn in story["first"]["turns"]] == [True, True]

@@ -31,6 +31,9 @@ from kvstore.miss import MissReason  # noqa: E402
 from kvstore.names import block_key, is_in_domain  # noqa: E402
 from kvstore.reach import Reach  # noqa: E402
 from kvstore.sealing.masters import new_master_file  # noqa: E402
+from kvstore.steps import Step  # noqa: E402
+from nic_offload.match_action import Request, Table  # noqa: E402
+from nic_offload.match_file import parse_rules  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -284,10 +287,10 @@ def test_a_node_that_stands_still_in_a_put_never_stores_what_came_into_the_memor
         Client(node.target, slots=count, block_bytes_max=size) as client,
     ):
 
-        def arm_of_a_still_node(client: Client, blocks: Any) -> Any:
+        def arm_of_a_still_node(client: Client, blocks: Any, flag: Any) -> Any:
             client.attach()
             os.kill(node.pid, signal.SIGSTOP)
-            return arm(client, blocks)
+            return arm(client, blocks, flag)
 
         mover = moving.Mover(client, size, count)
         mover.memory.fill_(1)
@@ -323,3 +326,46 @@ def test_a_sequence_of_another_model_is_refused(node: NodeProcess) -> None:
             chat.save(two, tokens)
         with pytest.raises(LayoutError, match="Layer 0"):
             chat.save(DynamicCache([(layer.keys.half(), layer.values) for layer in cache.layers]), tokens)
+
+
+def test_with_rules_a_returning_user_s_kv_is_read_ahead_and_the_same_bytes_come(node: NodeProcess) -> None:
+    model, tokens = _model("full"), _tokens(120)
+    live = DynamicCache(config=model.config)
+    _run(model, tokens[:, :100], live)
+    rules = Table()
+    rules.replace(
+        parse_rules(
+            'rule = [{ name = "ruled", tenant = "t", user = "ruled", actions = ["prefetch"],'
+            ' bind = [{ source = "10.0.0.0/8" }] }]'
+        )
+    )
+
+    def request(source: str) -> Request:
+        names = {"tenant": "t", "user": "ruled", "context": "chat", "model": "m"}
+        five = {"source": source, "destination": "10.9.9.9", "source_port": 1, "destination_port": 2}
+        return Request.parse({**names, **five, "protocol": "tcp"})
+
+    with CacheStore(node.target, model, block_tokens=16) as store:
+        plain = store.session("ruled", "chat")
+        assert plain.save(live, tokens).error is None
+        with pytest.raises(InvalidArgument, match="without rules"):
+            plain.arrived(request("10.1.2.3"))
+    with CacheStore(node.target, model, block_tokens=16, rules=rules, tenant="t") as store:
+        chat = store.session("ruled", "chat")
+        assert chat.arrived(request("11.0.0.1")).denied
+        typing = chat.arrived(request("10.1.2.3"))
+        assert (typing.denied, typing.rule, typing.wait(10)) == (False, "ruled", True)
+        back = chat.resume(tokens)
+        assert (back.tokens, back.miss) == (100, None)
+        assert _same(back.cache, live)
+        _run(model, tokens, back.cache)
+        assert chat.save(back.cache, tokens).error is None
+        seen = [one.step for one in chat.trace().seen]
+        expected = [Step.PREFETCHED, Step.RESUMING, Step.WHOLE]
+        assert [one for one in seen if one in expected] == expected
+        assert {Step.ARMED, Step.FIRED, Step.LANDED, Step.APPENDED} <= set(seen)
+        assert store.arrivals is not None
+        known = {extent.key for extent in store.arrivals.known("ruled")}
+        assert len(known) == 9, (
+            "the catalogue follows what was saved: seven blocks, and the two of the new turn"
+        )

@@ -49,7 +49,7 @@ here, away = Usable(64, is_shared=True), Usable(64, is_shared=False)
 def side(loads, saves):
     it = Scheduling(Settings(Reach(("127.0.0.1:9",))), identity, with_events=False, loads=loads, saves=saves)
     told = []
-    it._turns = Fake(arrived=lambda request: told.append("arrived"), finished=lambda *_: told.append("finished"))
+    it._turns = Fake(arrived=lambda request, _: told.append("arrived"), finished=lambda *_: told.append("finished"))
     it._lookups = Fake(step_tokens=32, begin=lambda *_: told.append("asked") or Fake(result=lambda _: away))
     it.bind(Fake(get_block_ids=lambda _: ([1, 2, 3, 4],)))
     request = Fake(request_id="r", all_token_ids=list(range(100)), num_tokens=100, num_computed_tokens=0,
@@ -66,7 +66,7 @@ def waits(*found, busy=False, layers=1):
     # Of each of some requests that arrive at once, whether its load runs beside the steps.
     group = Group(0, 32, 0, tuple(map(str, range(layers))), (layout,), 4096)
     it = Scheduling(Settings(Reach(("127.0.0.1:9",))), Identity((group,), b"layout"), with_events=False)
-    it._turns = Fake(arrived=lambda _: None)
+    it._turns = Fake(arrived=lambda *_: None)
     it.plan(Fake(num_scheduled_tokens={"another": 1} if busy else {}))
     beside = []
     for number, one in enumerate(found):
@@ -83,8 +83,16 @@ def waits(*found, busy=False, layers=1):
     return beside
 
 def session(params, header):
-    client = Fake(session=lambda user, name: [user, name])
-    return Turns(client, (), b"")._session(Fake(kv_transfer_params=params, session_id=header))
+    rules = Fake(session=lambda user, name: [user, name])
+    return Turns(rules, (), b"")._session(Fake(kv_transfer_params=params, session_id=header))
+
+def prefetched(params, fetches=True):
+    done = []
+    one = lambda user, name: Fake(prefetch=lambda: done.append(["session", user, name]))
+    turns = Turns(Fake(session=one, fetch=lambda _: done.append("user")), (), b"")
+    turns._later = lambda work: work()
+    turns.arrived(Fake(kv_transfer_params=params, session_id=None), Fake(fetches=fetches))
+    return done
 
 def manager(loads, saves):
     host = Fake(look=lambda key: 1 / 0, begin_fill=lambda keys: [(key, 0) for key in keys])
@@ -115,6 +123,8 @@ print(json.dumps({
     "waits": [waits(here, here), waits(away), waits(here, busy=True), waits(here, layers=8193), waits(away, here)],
     "sessions": [session({"user": "ada", "session": "s"}, "h"), session(None, "h"), session({"user": "ada"}, "h"),
         session({"session": "s"}, None), session(None, None)],
+    "prefetched": [prefetched({"user": "ada", "session": "s"}), prefetched({"session": "s"}), prefetched({}),
+        prefetched({"user": "ada", "session": "s"}, fetches=False), prefetched({"session": "s"}, fetches=False)],
     "managers": [manager(True, True), manager(False, True), manager(True, False)],
     "connectors": [KVConnectorFactory.get_connector_class_by_name(name).__name__
         for name in ("TriggerKvConnector", "TriggerKvOffloadingConnector", "TriggerKvTieringConnector")],
@@ -162,6 +172,12 @@ def test_roles_hold_for_chunks_too(told: dict[str, Any]) -> None:
 
 def test_a_session_that_names_no_user_is_the_anonymous_user_s(told: dict[str, Any]) -> None:
     assert told["sessions"] == [["ada", "s"], ["anonymous", "h"], ["ada", "h"], ["anonymous", "s"], None]
+
+
+def test_all_kv_of_a_user_is_prefetched_and_of_the_anonymous_one_the_session_alone(
+    told: dict[str, Any],
+) -> None:
+    assert told["prefetched"] == [["user"], [["session", "anonymous", "s"]], [], [], []]
 
 
 def test_our_connectors_have_names_however_often_they_are_given(told: dict[str, Any]) -> None:

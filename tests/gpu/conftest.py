@@ -25,6 +25,14 @@ def _absent(reason: str) -> None:
     pytest.skip(reason)
 
 
+def library(name: str) -> Any:
+    """A library that `make test-gpu` installs."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        _absent(str(error))
+
+
 @pytest.fixture(scope="session")
 def torch() -> Any:
     try:

@@ -24,6 +24,7 @@ from nic_offload.memory import address_of
 from tests.conftest import ClientWithBuffers, small_node
 from tests.device.engine import wait_for
 from tests.device.tensors import BLOCKS, LAYERS, PAGE_BYTES, SHAPES, identity_of, names
+from tests.gpu.conftest import library
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,6 +172,38 @@ def test_blocks_of_vllms_layouts_come_back_exact(
             for block in (3, 4, 9):
                 rows = torch.arange(block * per_block, (block + 1) * per_block, device="cuda")
                 assert torch.equal(cache.index_select(axis, rows), kept[name].index_select(axis, rows)), name
+
+
+def test_a_conversation_of_a_model_on_the_gpu_resumes_bit_for_bit(torch: Any, tmp_path: Path) -> None:
+    transformers = library("transformers")
+    from kvstore.engines.transformers import CacheStore  # noqa: PLC0415  # it imports transformers
+
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=100,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    )
+    model = transformers.LlamaForCausalLM(config).eval().to("cuda", torch.bfloat16)
+    tokens = torch.randint(0, 100, (1, 700), device="cuda")
+    live = transformers.DynamicCache(config=config)
+    with small_node(tmp_path / "node") as node, torch.no_grad(), CacheStore(node.target, model) as store:
+        assert store.copies is not None, "the GPU copies, not the CPU"
+        chat = store.session("ada", "on the GPU")
+        for end in (300, 301, 640):
+            model(tokens[:, live.get_seq_length() : end], past_key_values=live)
+            assert chat.save(live, tokens[:, :end]).error is None
+        model(
+            tokens, past_key_values=transformers.DynamicCache(config=config)
+        )  # the allocator uses memory again
+        back = chat.resume(tokens)
+        assert (back.tokens, back.miss) == (640, None)
+        for one, other in zip(live.layers, back.cache.layers, strict=True):
+            assert torch.equal(one.keys, other.keys)
+            assert torch.equal(one.values, other.values)
 
 
 def test_latency_from_a_stores_launch_to_landed(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from nic_offload.match_action import Action, ActionKind, Request, Rule, Table
@@ -73,13 +74,36 @@ class Recorder:
 
 
 def _within(address: str, network: str) -> bool:
+    if "&" in network:
+        ours = ipaddress.ip_address(address)
+        value, mask = map(ipaddress.ip_address, network.split("&"))
+        return ours.version == value.version and int(ours) & int(mask) == int(value)
     ours, theirs = ipaddress.ip_address(address), ipaddress.ip_network(network)
     return ours.version == theirs.version and ours in theirs
 
 
-def _port_range(text: str | int) -> range:
+@cache
+def _ports(text: str | int) -> frozenset[int]:
+    """Every port that a rule's text means."""
+    if "&" in str(text):
+        value, mask = (int(one, 0) for one in str(text).split("&"))
+        return frozenset(port for port in range(65536) if port & mask == value)
     low, _, high = str(text).partition("-")
-    return range(int(low), int(high or low) + 1)
+    return frozenset(range(int(low), int(high or low) + 1))
+
+
+def _protocols(text: str) -> list[int]:
+    """Every protocol that a rule's text means."""
+    if "&" in text:
+        value, mask = (int(one, 0) for one in text.split("&"))
+        return [number for number in range(256) if number & mask == value]
+    return [PROTOCOLS[text]]
+
+
+def _fixed_bits(text: str) -> int:
+    if "&" in text:
+        return int(ipaddress.ip_address(text.split("&")[1])).bit_count()
+    return ipaddress.ip_network(text).prefixlen
 
 
 def five_matches(five: Fields, ours: Fields) -> bool:
@@ -88,9 +112,9 @@ def five_matches(five: Fields, ours: Fields) -> bool:
             if not _within(ours[name], value):
                 return False
         elif name in {"source_port", "destination_port"}:
-            if int(ours[name]) not in _port_range(value):
+            if int(ours[name]) not in _ports(value):
                 return False
-        elif name == "protocol" and value != ours[name]:
+        elif name == "protocol" and PROTOCOLS[ours[name]] not in _protocols(value):
             return False
     return True
 
@@ -106,9 +130,10 @@ def matches(written: Fields, ours: Fields) -> bool:
 
 
 def _five_rank(five: Fields) -> tuple[int, int, int]:
-    bits = [ipaddress.ip_network(five[end]).prefixlen + 1 for end in ("source", "destination") if end in five]
-    ports = [65536 - len(_port_range(five[p])) for p in ("source_port", "destination_port") if p in five]
-    return "protocol" in five, sum(bits), sum(ports)
+    protocol = 256 - len(_protocols(five["protocol"])) if "protocol" in five else 0
+    bits = [_fixed_bits(five[end]) + 1 for end in ("source", "destination") if end in five]
+    ports = [65536 - len(_ports(five[p])) for p in ("source_port", "destination_port") if p in five]
+    return protocol, sum(bits), sum(ports)
 
 
 def rank(written: Fields) -> tuple[int, tuple[int, int, int]]:

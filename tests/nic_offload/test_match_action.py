@@ -8,7 +8,7 @@ import pytest
 
 from nic_offload.errors import KvError, RuleError, TableFull
 from nic_offload.match_action import Action, ActionKind, Entry, Outcome, Rule, Table, perform
-from nic_offload.match_fields import Pattern
+from nic_offload.match_fields import SPECIFICITY_BITS, Pattern
 from nic_offload.match_space import ENTRIES_PER_KEY_MAX
 from tests.nic_offload.matching import COUNT, DENY, FETCH, Recorder, hit, request, rule, table_of
 
@@ -145,7 +145,9 @@ def test_the_bound_of_a_mask_follows_what_leaves_it() -> None:
         rule(name="keep", priority=1, source="10.0.0.0/8"), rule(name="mid", priority=5, tenant="acme")
     )
     table.remove(table.add(rule(name="high", priority=9, source="11.0.0.0/8")))
-    assert [bound >> 30 for stage in table._stages for bound, _, _ in stage.steps] == [5, 1]
+    assert [
+        bound >> SPECIFICITY_BITS for stage in table._probing.stages for bound, *_ in stage.other.steps
+    ] == [5, 1]
     assert hit(table, request()) == "mid"
 
 

@@ -25,21 +25,29 @@ _NETWORKS = st.sampled_from(
         "::/0",
         "2001:db8::/32",
         "::/128",
+        "0.0.0.1&0.0.0.1",  # odd hosts
+        "10.0.0.1&255.0.0.1",
+        "10.0.0.0&255.0.0.0",  # a prefix, in other words
+        "0.0.0.0&0.0.0.0",
+        "::1&::1",
+        "2001::&ffff::1",
     ]
 )
 _PORTS = st.sampled_from([0, 1, 15, 16, 17, 4095, 65535])
 _RANGES = st.one_of(
     _PORTS,
     st.sampled_from(["0-65535", "0-15", "0-16", "1-15", "16-31", "4095-4096", "1-65535", "65535-65535"]),
+    st.sampled_from(["1&1", "0&0x0f", "16&0xfff0", "15&0xfffd", "0&0", "65535&0xffff"]),
 )
 _PROTOCOLS = st.sampled_from(["tcp", "udp"])
+_PROTOCOLS_TAKEN = st.one_of(_PROTOCOLS, st.sampled_from(["16&0xfe", "6&0xff", "1&1", "0&0"]))
 
 _FIVE: dict[str, Any] = {
     "source": _NETWORKS,
     "destination": _NETWORKS,
     "source_port": _RANGES,
     "destination_port": _RANGES,
-    "protocol": _PROTOCOLS,
+    "protocol": _PROTOCOLS_TAKEN,
 }
 _NAMES: dict[str, Any] = dict.fromkeys(("tenant", "user", "context", "model"), _TEXTS)
 
@@ -65,8 +73,8 @@ assert set(_NAMES | _FIVE) == set(FIELDS)
 
 
 def _narrows(five: Fields) -> list[bool]:
-    """A binding to all ports alone binds to nothing, and is refused."""
-    return [value != "0-65535" for value in five.values()]
+    """A binding to all ports or protocols alone binds to nothing, and is refused."""
+    return [value not in {"0-65535", "0&0"} for value in five.values()]
 
 
 def _take(table: Table, written: list[Written], one: Written) -> Entry | None:

@@ -3,30 +3,40 @@
 `resume` returns a cache with the KV of the given tokens, as far as the session has it. `save` stores the rest of a
 cache as one more turn. KV of other tokens is never used, so editing a prompt costs only the tokens after the edit.
 
+With rules of the match-action table, `arrived` has the user's KV read into the node's memory while they are still
+typing, if a rule says so, and the session's steps are recorded (docs/eight-steps.md). A request that a rule denies is
+the caller's to refuse.
+
 What always holds: a cache from `resume` is bit for bit the one that was saved for these tokens, and leaves at least one
 token to be computed. A node's failure never raises: `resume` returns less, or nothing, with the reason; `save` reports
 what was not stored. A caller's mistake is raised.
 
 What it doesn't do: batches (a session is one sequence), caches that are quantised or of fixed size, layers with a
-recurrent state. On a GPU the CPU copies through host memory: for the path without that see the vLLM connector.
+recurrent state. If the model is on a GPU, its copy engine moves the blocks through page-locked memory, and a store
+behind them fires their puts (`device_copies`); if the GPU can't, the CPU copies. It has never run on a GPU.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from transformers import DynamicCache
 
-from kvstore.client import Client
+from kvstore.client import Arrivals, Client
+from kvstore.client.resuming import Resumed as Outcome
+from kvstore.client.transfer_watch import watched_by
 from kvstore.engines.stores import is_about_domains
 from kvstore.engines.transformers.copies import Gathered, scatter
+from kvstore.engines.transformers.device_copies import DeviceCopies, DeviceGathered
 from kvstore.engines.transformers.moving import Mover, batches
 from kvstore.engines.transformers.shapes import Shapes
 from kvstore.engines.transformers.token_blocks import Piece, pieces, usable
 from kvstore.engines.transformers.weights_digest import weights_digest
 from kvstore.errors import (
+    DeviceError,
     DomainRequired,
     InvalidArgument,
     KvError,
@@ -38,6 +48,9 @@ from kvstore.errors import (
 from kvstore.limits import ENGINE_MOVING_BYTES, ENGINE_SLOTS_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, UNSAID, domain_of
+from kvstore.steps import Step
+from nic_offload.cuda_device import CudaDevice
+from nic_offload.errors import CudaUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,9 +58,13 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kvstore.client import Arrival
     from kvstore.client.sessions import Session
+    from kvstore.client.trace import Notes, Trace
     from kvstore.engines.transformers.shapes import LayerShape
     from kvstore.reach import Reach
+    from nic_offload.device import Device
+    from nic_offload.match_action import Request, Table
 
 __all__ = ["CacheStore", "ChatSession", "Resumed", "Saved"]
 
@@ -91,13 +108,17 @@ class CacheStore:
         weights: str | None = None,
         layers: Sequence[LayerShape] | None = None,
         block_tokens: int = _BLOCK_TOKENS,
+        rules: Table | None = None,
+        tenant: str = "",
+        device: Device | None = None,
     ) -> None:
         """Open it. The node is not called yet; `kvstore.reach` describes how it is reached.
 
         `weights` identifies the model's weights; by default all of them are digested, about a second per gigabyte.
-        `layers` describes the layers if the model's configuration doesn't.
+        `layers` describes the layers if the model's configuration doesn't. `rules` decide what is fetched when a
+        request arrives, with `tenant` as their name of the node's tenant. `device` is the model's, if it is not a GPU.
         """
-        self._config = model.config
+        self.config = model.config
         self._device = model.device
         digest = weights_digest(model) if weights is None else weights
         self.shapes = Shapes.of(
@@ -112,11 +133,15 @@ class CacheStore:
             block_bytes_max=block_bytes,
         )
         self._mover = Mover(client, block_bytes, slots)
+        self.copies = _device_copies(self._device, device, self._mover)
+        self.arrivals = None if rules is None else Arrivals(client, rules, tenant=tenant)
         self._encrypts: bool | None = None  # whether the node encrypts; None: unknown
         self._lock = threading.Lock()
 
     def session(self, user: str, name: str) -> ChatSession:
         """Return a conversation of a user. The node is not called."""
+        if self.arrivals is not None:
+            return ChatSession(self, self.arrivals.session(user, name))
         return ChatSession(self, self._mover.client.session(user, name))
 
     def domain_of(self, user: str) -> bytes:
@@ -132,11 +157,15 @@ class CacheStore:
         if isinstance(error, (DomainRequired, NotEncrypted)):
             self._encrypts = None
 
-    def fetched(self, wanted: Sequence[Piece]) -> tuple[DynamicCache, int, Miss | None]:
+    def fetched(
+        self, wanted: Sequence[Piece], notes: Notes | None = None
+    ) -> tuple[DynamicCache, int, Miss | None]:
         """A cache made of blocks, the number of its tokens, and why there are no more."""
         miss: Miss | None = None
-        with self._lock:
-            gathered, here = Gathered(self.shapes, self._device), 0
+        with self._lock, watched_by(notes):
+            gathered, here = self._gathered(), 0
+            if self.copies is not None:
+                self.copies.settle()
             for some in batches(wanted, self._mover.capacity_bytes):
                 came, miss = self._mover.get(some)
                 gathered.add(self._mover.memory, some[:came])
@@ -145,12 +174,17 @@ class CacheStore:
                     break
         count = usable(self.shapes, wanted[:here])
         if count < here:  # blocks in which a windowed layer lacks tokens: rare, so fetched again
-            cache, tokens, again = self.fetched(wanted[:count])
+            cache, tokens, again = self.fetched(wanted[:count], notes)
             return cache, tokens, again or miss
         return self._cache(gathered, wanted[:count]), wanted[count - 1].end if count else 0, miss
 
-    def _cache(self, gathered: Gathered, whole: Sequence[Piece]) -> DynamicCache:
-        cache = DynamicCache(config=self._config)
+    def _gathered(self) -> Gathered | DeviceGathered:
+        if self.copies is None:
+            return Gathered(self.shapes, self._device)
+        return DeviceGathered(self.shapes, self.copies, self._device)
+
+    def _cache(self, gathered: Gathered | DeviceGathered, whole: Sequence[Piece]) -> DynamicCache:
+        cache = DynamicCache(config=self.config)
         if not whole:
             return cache
         for number, (k, v) in enumerate(gathered.layers()):
@@ -159,13 +193,21 @@ class CacheStore:
                 cache.layers[number].cumulative_length = whole[-1].end
         return cache
 
-    def put(self, cache: DynamicCache, cached_tokens: int, new: Sequence[Piece]) -> int:
+    def put(
+        self, cache: DynamicCache, cached_tokens: int, new: Sequence[Piece], notes: Notes | None = None
+    ) -> int:
         """Store blocks from a cache; returns their size in bytes."""
         layers = [(layer.keys, layer.values) for layer in cache.layers]
-        with self._lock:
+        if notes is not None:
+            notes.registered(self._mover.region)
+        with self._lock, watched_by(notes):
             for some in batches(new, self._mover.capacity_bytes):
-                scatter(self.shapes, layers, cached_tokens, self._mover.memory, some)
-                self._mover.put(some)
+                if self.copies is None:
+                    scatter(self.shapes, layers, cached_tokens, self._mover.memory, some)
+                    self._mover.put(some)
+                else:
+                    copy = partial(self.copies.save, self.shapes, layers, cached_tokens, some)
+                    self._mover.put_copied(some, self.copies, copy)
         return sum(piece.length for piece in new)
 
     def check(self, cache: DynamicCache, cached_tokens: int) -> None:
@@ -181,8 +223,12 @@ class CacheStore:
 
     def close(self) -> None:
         """Release the node."""
+        if self.arrivals is not None:
+            self.arrivals.close()
         with self._lock:
             self._mover.close()
+            if self.copies is not None:
+                self.copies.close()
 
     def __enter__(self) -> Self:
         return self
@@ -199,9 +245,30 @@ class ChatSession:
     def __init__(self, store: CacheStore, session: Session) -> None:
         self._store = store
         self._session = session
+        self._notes = None if store.arrivals is None else session.notes  # traced blocks take a longer way
+
+    def arrived(self, request: Request) -> Arrival:
+        """Match a request of the user, and have their KV read into the node's memory if the rule says so.
+
+        It waits for look-ups on the node, and for no block. Only with rules.
+        """
+        if self._store.arrivals is None:
+            raise InvalidArgument("This store was opened without rules, so there is nothing to match.")
+        return self._store.arrivals.arrived(request)
+
+    def mark(self, step: Step, *, tokens: int = 0) -> None:
+        """Record a step that only the application knows, as `Session.mark`."""
+        self._session.mark(step, tokens=tokens)
+
+    def trace(self) -> Trace:
+        """What the node and its clients recorded of the session, as `Session.trace`."""
+        self._session.report()
+        return self._session.trace()
 
     def resume(self, tokens: Any) -> Resumed:
         """The stored KV of the longest prefix, but not of all tokens: at least one has to be computed."""
+        if self._notes is not None:
+            self._notes.note(Step.RESUMING)
         numbers = _numbers(tokens)
         try:
             saved = self._saved(numbers)
@@ -209,7 +276,16 @@ class ChatSession:
             return Resumed(*self._store.fetched([])[:2], _miss(error))
         wanted = [piece for piece in saved.pieces if piece.end < len(numbers)]
         wanted = wanted[: usable(self._store.shapes, wanted)]
-        cache, here, miss = self._store.fetched(wanted)
+        try:
+            cache, here, miss = self._store.fetched(wanted, self._notes)
+        except DeviceError as error:
+            log.warning("A conversation is not resumed: %s", error)
+            cache, here = DynamicCache(config=self._store.config), 0
+            miss = Miss(MissReason.UNREADABLE, str(error))
+        if self._notes is not None:
+            blocks = sum(piece.end <= here for piece in wanted)
+            all_tokens = wanted[-1].end if wanted else 0
+            self._notes.resumed(Outcome(len(wanted), all_tokens, blocks, here, miss))
         if miss is None and len(wanted) < max(1, saved.blocks):
             miss = Miss(MissReason.UNKNOWN, _why(saved, here))
         return Resumed(cache, here, miss)
@@ -241,7 +317,7 @@ class ChatSession:
             domain = self._store.domain_of(self._session.user)
             whole = pieces(self._store.shapes, numbers, [*ends, cached], domain)
             new = [piece for piece in whole if piece.begin >= known]
-            sent_bytes = self._store.put(cache, cached, new)
+            sent_bytes = self._store.put(cache, cached, new, self._notes)
             self._session.append([piece.key for piece in new], tokens=cached - known)
         except KvError as error:
             self._store.refused(error)
@@ -264,6 +340,17 @@ class ChatSession:
                 break
             same.append(piece)
         return _Known(same, ends, info.blocks)
+
+
+def _device_copies(place: torch.device, device: Device | None, mover: Mover) -> DeviceCopies | None:
+    """The copies of a device; None if the CPU reads the model's tensors, or has to."""
+    try:
+        if device is None and place.type == "cuda":
+            device = CudaDevice(place.index or 0)
+        return None if device is None else DeviceCopies(device, mover.buffer)
+    except (DeviceError, CudaUnavailable) as error:
+        log.warning("The CPU copies this model's KV: %s", error)
+        return None
 
 
 def _numbers(tokens: Any) -> list[int]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvstore.engines.transformers.shapes import LayerShape, Shapes
     from kvstore.engines.transformers.token_blocks import Piece
 
-__all__ = ["Gathered", "scatter"]
+__all__ = ["Gathered", "newest", "scatter"]
 
 
 class _Plane(NamedTuple):
@@ -87,9 +87,10 @@ class Gathered:
     def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of each layer; for a windowed layer, of its newest tokens."""
         for layer, (k, v) in zip(self._shapes.layers, self._parts, strict=True):
-            yield _newest(layer, k), _newest(layer, v)
+            yield newest(layer, k), newest(layer, v)
 
 
-def _newest(layer: LayerShape, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def newest(layer: LayerShape, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tokens of parts as one tensor of a cache; of a windowed layer only those that it keeps."""
     whole = torch.cat(list(parts), dim=1).unsqueeze(0)
     return whole if layer.window is None else whole[:, :, -layer.window + 1 :]

@@ -1,5 +1,7 @@
 """Moves blocks between this process's memory and a node.
 
+If a device fills the memory, puts are armed on its flag beforehand, and leave as its copies are done.
+
 What always holds: when a put has returned, its blocks survive a crash of the node or it returned the error, and nothing
 reads the memory any more; after a get, all blocks before the first miss are in memory, byte for byte. One thread uses
 it at a time.
@@ -12,13 +14,15 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvstore.client import Block, Client, Hit
+from kvstore.errors import KvError
 from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_MOVE_MS, ENGINE_MOVING_BYTES
 from nic_offload.memory import allocate
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+    from kvstore.engines.transformers.device_copies import DeviceCopies
     from kvstore.engines.transformers.token_blocks import Piece
     from kvstore.miss import Miss
 
@@ -49,21 +53,41 @@ class Mover:
         self._slots = slots
         self._memory: mmap.mmap = allocate(max(ENGINE_MOVING_BYTES, block_bytes_max))
         self.memory = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._region = client.register(self._memory)
+        self.region = client.register(self._memory)
 
     @property
     def capacity_bytes(self) -> int:
         """How many bytes can be in flight."""
         return len(self._memory)
 
+    @property
+    def buffer(self) -> mmap.mmap:
+        """The memory itself."""
+        return self._memory
+
+    def put_copied(self, some: Sequence[Piece], copies: DeviceCopies, queue: Callable[[], None]) -> None:
+        """As `put`, of blocks that the device copies into the memory once `queue` was called."""
+        copies.settle()  # a copy of an earlier save would change these blocks
+        self._put(some, copies, queue)
+
     def put(self, some: Sequence[Piece]) -> None:
         """Store blocks that are contiguous in the memory; returns the KvError of the first that is not stored."""
+        self._put(some, None, lambda: None)
+
+    def _put(self, some: Sequence[Piece], copies: DeviceCopies | None, queue: Callable[[], None]) -> None:
+        word, threshold = (None, 1) if copies is None else (copies.flag.word, copies.flag.last + 1)
         at, blocks = 0, []
         for piece in some:
-            blocks.append(Block(piece.key, self._region, at, piece.length, domain=piece.domain))
+            blocks.append(Block(piece.key, self.region, at, piece.length, threshold, domain=piece.domain))
             at += piece.length
         for first in range(0, len(blocks), self._slots):
-            puts = self.client.arm(blocks[first : first + self._slots])
+            puts = self.client.arm(blocks[first : first + self._slots], word)
+            if not first:
+                try:
+                    queue()
+                except KvError:
+                    puts.abandon()
+                    raise
             results = puts.wait(_TIMEOUT_S)
             puts.abandon()  # blocks that have not landed by now: the memory is reused next
             for result in results:
@@ -74,7 +98,7 @@ class Mover:
         """Get blocks into the memory, contiguously; returns how many arrived, and why the next did not."""
         at, blocks = 0, []
         for piece in some:
-            blocks.append(Block(piece.key, self._region, at, piece.length))
+            blocks.append(Block(piece.key, self.region, at, piece.length))
             at += piece.length
         for number, outcome in enumerate(self.client.get(blocks)):
             if not isinstance(outcome, Hit):
@@ -84,4 +108,4 @@ class Mover:
     def close(self) -> None:
         """Release the memory and the client."""
         self.client.close()  # first: it ends all operations on the memory
-        self._region.close()
+        self.region.close()

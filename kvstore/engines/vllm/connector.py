@@ -105,6 +105,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 may_wait=not _is_known_late(vllm_config),
                 loads=loads,
                 saves=self._kv_transfer_config.is_kv_producer,
+                model=str(vllm_config.model_config.model),
             )
             if loads and self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 log.warning(
@@ -270,6 +271,8 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @_or(_nothing)
     def get_kv_connector_stats(self) -> Stats | None:
         """Return the counts since the last call."""
+        if self._scheduling is not None:
+            self._scheduling.count_rules()
         side = self._working or self._scheduling
         return side.stats.take() if side is not None else None
 

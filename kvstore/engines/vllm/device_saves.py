@@ -22,41 +22,19 @@ import numpy as np
 from kvstore.engines.vllm.saving import Batch, Saved, Saves
 from kvstore.errors import DeviceError
 from nic_offload.device import Copy
-from nic_offload.flags import FlagWords
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Iterator, Sequence
 
+    from kvstore.engines.copy_flag import CopyFlag
     from kvstore.engines.vllm.connector_metadata import Wanted
     from kvstore.engines.vllm.device_memory import DeviceMemory
     from kvstore.engines.vllm.saving import Sender
-    from nic_offload.device import Device
 
-__all__ = ["CopyFlag", "DeviceSaves"]
+__all__ = ["DeviceSaves"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
-
-
-class CopyFlag:
-    """One flag word that a side stream counts up behind its copies."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._words = FlagWords.create(1)
-        self.word = self._words[0]
-        self._mapped = device.map(self.word.address, 8)
-        self.last = 0  # stored, or queued to be
-
-    def store_next(self, stream: object) -> int:
-        """Queue the store of the next number, and return it."""
-        self._device.store(stream, self._mapped.device_address, self.last + 1)
-        self.last += 1
-        return self.last
-
-    def has(self, value: int) -> bool:
-        """Whether all copies before this number are done."""
-        return self.word.load() >= value
 
 
 class DeviceSaves(Saves):

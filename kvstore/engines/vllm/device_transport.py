@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.client import Hit
 from kvstore.clock import SystemClock
+from kvstore.engines.copy_flag import CopyFlag
 from kvstore.engines.stores import block_at, name_of
-from kvstore.engines.vllm.device_saves import CopyFlag, DeviceSaves
+from kvstore.engines.vllm.device_saves import DeviceSaves
 from kvstore.engines.vllm.sending import PutSender
 from kvstore.limits import SLAB_BYTES, VLLM_DEVICE_COPY_MS, VLLM_DEVICE_POLL_MS, VLLM_DEVICE_WINDOWS
 from nic_offload.device import Copy

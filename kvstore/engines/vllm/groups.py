@@ -71,6 +71,12 @@ class Group:
         blocks = range(0, len(of_ranks[0]), size)
         return [key for first in blocks for keys in of_ranks for key in keys[first : first + size]]
 
+    def sized_objects(self, digests: Iterable[bytes], domain: bytes = UNSAID) -> list[tuple[bytes, int]]:
+        """The same with their lengths."""
+        lengths = [len(run) * self.page_bytes for run in self.runs]
+        keys = self.all_objects(digests, domain)
+        return [(key, lengths[at % len(lengths)]) for at, key in enumerate(keys)]
+
     @property
     def objects_of_block(self) -> int:
         """How many objects a block has on all ranks."""

@@ -20,6 +20,7 @@ from kvstore.engines.vllm.chain import Chain
 from kvstore.engines.vllm.connector_metadata import Load, Plan, Told, Wanted
 from kvstore.engines.vllm.lookup import NOTHING, Lookups
 from kvstore.engines.vllm.page_transport import open_client
+from kvstore.engines.vllm.request_rules import RequestRules
 from kvstore.engines.vllm.session_turns import Turns, domain_named
 from kvstore.engines.vllm.stats import Stats
 from kvstore.limits import (
@@ -32,6 +33,7 @@ from kvstore.limits import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.client import Matched
     from kvstore.engines.vllm.groups import Identity
     from kvstore.engines.vllm.lookup import Usable
     from kvstore.engines.vllm.settings import Settings
@@ -46,6 +48,7 @@ class _Request:
     request: Any
     chains: dict[int, Chain]
     domain: bytes  # the erase domain of its blocks
+    matched: Matched  # what the rules say of it; a denied request has nothing to do with the store
     lookup: Future[Usable] | None = None
     lookup_until_ns: int = 0
     unread: Future[Usable] | None = (
@@ -74,8 +77,12 @@ class Scheduling:
         may_wait: bool = True,
         loads: bool = True,
         saves: bool = True,
+        model: str = "",
     ) -> None:
-        """`may_wait`: a step may wait for a load, because its failure is known before the next step is planned."""
+        """`may_wait`: a step may wait for a load, because its failure is known before the next step is planned.
+
+        `model` is the name by which rules know the engine's model.
+        """
         object_bytes = max(group.object_bytes_max for group in identity.groups)
         self._client = open_client(settings, identity, object_bytes)
         self._groups = identity.groups
@@ -83,7 +90,8 @@ class Scheduling:
         self._lookup_ns = settings.lookup_timeout_ms * 1_000_000
         self._lookups = Lookups(self._client, identity, settings.lookup_timeout_ms / 1000)
         self._domain = settings.reach.domain  # of requests that name none
-        self._turns = Turns(self._client, identity.groups, self._domain)
+        self._rules = RequestRules(settings, self._client, model)
+        self._turns = Turns(self._rules, identity.groups, self._domain)
         self._may_wait_for_copy = may_wait and len(self._groups) == 1
         self._is_async = settings.is_async(len(self._groups))
         self._workers = len(identity.groups[0].shards)
@@ -108,26 +116,28 @@ class Scheduling:
 
     def new_request(self, request: Any) -> None:
         """Look up its stored blocks, long before it is scheduled if the engine is busy."""
+        known = self._known(request)
         if self._may_load:
-            self._turns.arrived(request)
-        self._begin_lookup(self._known(request))
+            self._turns.arrived(request, known.matched)
+        self._begin_lookup(known)
 
     def _known(self, request: Any) -> _Request:
         known = self._requests.get(request.request_id)
         if known is None:
-            known = self._requests[request.request_id] = self._fresh(request)
+            known = self._requests[request.request_id] = self._fresh(request, self._rules.match(request))
         return known
 
-    def _fresh(self, request: Any) -> _Request:
+    def _fresh(self, request: Any, matched: Matched) -> _Request:
         chains = {
             group.block_tokens: Chain(request, group.block_tokens, self._epoch) for group in self._groups
         }
-        return _Request(request, chains, domain_named(request, self._domain), saved=[0] * len(self._groups))
+        domain = domain_named(request, self._domain)
+        return _Request(request, chains, domain, matched, saved=[0] * len(self._groups))
 
     def _begin_lookup(self, known: _Request) -> None:
         digests = [known.chains[group.block_tokens].grow() for group in self._groups]
-        if not self._may_load or not all(digests):
-            return  # a producer, or no block is full
+        if not self._may_load or known.matched.denied or not all(digests):
+            return  # a producer, a rule, or no block is full
         known.lookup = self._lookups.begin(digests, known.request.request_id, known.domain)
         known.lookup_until_ns = self._clock.monotonic_ns() + self._lookup_ns
         known.asked = False
@@ -268,7 +278,7 @@ class Scheduling:
 
     def _full(self, known: _Request, before_tokens: int, new_tokens: int) -> list[Wanted]:
         """The blocks of a request that are full after this step and not known to be stored."""
-        if known.is_spoilt or not self._is_read(known):
+        if known.is_spoilt or known.matched.denied or not self._is_read(known):
             return []
         # Drafts and placeholders don't count as tokens yet.
         tokens = min(before_tokens + new_tokens, len(known.request.all_token_ids))
@@ -342,6 +352,10 @@ class Scheduling:
             group_idx=number,
         )
 
+    def count_rules(self) -> None:
+        """Add what each rule has seen to the counters."""
+        self._rules.add_to(self.stats)
+
     def take_events(self) -> list[Any]:
         """The blocks stored since the last call."""
         events, self._events = self._events, []
@@ -353,7 +367,9 @@ class Scheduling:
         Requests under way are renamed as well, and are recomputed.
         """
         self._epoch = secrets.token_bytes(16)
-        self._requests = {name: self._fresh(known.request) for name, known in self._requests.items()}
+        self._requests = {
+            name: self._fresh(known.request, known.matched) for name, known in self._requests.items()
+        }
 
     # --- a request ends
 

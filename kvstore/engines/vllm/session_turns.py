@@ -3,8 +3,8 @@
 A request names its session in `kv_transfer_params` (`{"session": ..., "user": ...}`), or with the header X-Session-ID.
 The header names no user; such sessions belong to the user `anonymous`.
 
-When a request arrives, the node reads its session's blocks into memory; when it ends, its blocks are appended. A
-cluster, whose blocks are spread over all nodes, has no sessions.
+When a request arrives, the node reads its user's blocks into memory if the rules say so (`request_rules`); when it
+ends, its blocks are appended. A cluster, whose blocks are spread over all nodes, has no sessions.
 
 What always holds: the engine never waits for it, and it doesn't affect which bytes a request gets: the blocks' own
 names decide that. If a conversation's past was changed, the session is truncated to the common prefix.
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvstore.client import ClusterClient
+from kvstore.engines.vllm.request_rules import ANONYMOUS, session_of
 from kvstore.errors import InvalidArgument, KvError, NoSession, SessionRefused
 from kvstore.limits import VLLM_TURN_AGAIN_MS, VLLM_TURN_TRIES, VLLM_TURNS_QUEUED_MAX
 from kvstore.names import SHARED, UNSAID, domain_of
@@ -26,14 +26,14 @@ from kvstore.names import SHARED, UNSAID, domain_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.client import Client, Session
+    from kvstore.client import Matched, Session
     from kvstore.engines.vllm.groups import Group
+    from kvstore.engines.vllm.request_rules import RequestRules
 
 __all__ = ["Turns", "domain_named"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
-_ANONYMOUS = "anonymous"
 _TRY_WAIT_S = VLLM_TURN_AGAIN_MS / 1000
 
 
@@ -58,16 +58,24 @@ def domain_named(request: Any, default: bytes) -> bytes:
 class Turns:
     """The turns of sessions, in an engine's scheduler."""
 
-    def __init__(self, client: Client | ClusterClient, groups: Sequence[Group], domain: bytes) -> None:
+    def __init__(self, rules: RequestRules, groups: Sequence[Group], domain: bytes) -> None:
         """`domain` is that of requests that name none."""
-        self._client, self._groups, self._domain = client, groups, domain
+        self._rules, self._groups, self._domain = rules, groups, domain
         self._thread = ThreadPoolExecutor(1, "kvstore-turns")
         self._room = threading.BoundedSemaphore(VLLM_TURNS_QUEUED_MAX)
         self._never = threading.Event()
 
-    def arrived(self, request: Any) -> None:
-        """Prefetch its session's blocks."""
-        if (session := self._session(request)) is not None:
+    def arrived(self, request: Any, matched: Matched) -> None:
+        """Prefetch its user's blocks if it names a session, and the rule that it matched says so.
+
+        A request that names no user has its session prefetched alone: others' have the same user.
+        """
+        named = session_of(request)
+        if named is None or not matched.fetches:
+            return
+        if named[0] != ANONYMOUS:
+            self._later(lambda: self._rules.fetch(matched))
+        elif (session := self._rules.session(*named)) is not None:
             self._later(session.prefetch)
 
     def finished(self, request: Any, digests: Sequence[Sequence[bytes]]) -> None:
@@ -79,19 +87,16 @@ class Turns:
             len(of_group) * group.block_tokens for of_group, group in zip(digests, self._groups, strict=True)
         )
         domain = domain_named(request, self._domain)
-        keys = [
-            key
+        blocks = [
+            one
             for group, of_group in zip(self._groups, digests, strict=True)
-            for key in group.all_objects(of_group[: tokens // group.block_tokens], domain)
+            for one in group.sized_objects(of_group[: tokens // group.block_tokens], domain)
         ]
-        self._later(lambda: self._append(session, keys, tokens))
+        self._later(lambda: self._append(session, blocks, tokens))
 
     def _session(self, request: Any) -> Session | None:
-        if isinstance(self._client, ClusterClient):
-            return None
-        given = request.kv_transfer_params or {}
-        name = given.get("session") or getattr(request, "session_id", None)
-        return self._client.session(str(given.get("user") or _ANONYMOUS), str(name)) if name else None
+        named = session_of(request)
+        return None if named is None else self._rules.session(*named)
 
     def _later(self, work: Any) -> None:
         if not self._room.acquire(blocking=False):
@@ -109,17 +114,18 @@ class Turns:
 
         self._thread.submit(run)
 
-    def _append(self, session: Session, keys: Sequence[bytes], tokens: int) -> None:
+    def _append(self, session: Session, blocks: Sequence[tuple[bytes, int]], tokens: int) -> None:
         for _ in range(VLLM_TURN_TRIES):
             try:
-                self._append_once(session, keys, tokens)
+                self._append_once(session, blocks, tokens)
             except SessionRefused as error:
                 log.debug("Retrying: %s", error)
                 self._never.wait(_TRY_WAIT_S)
                 continue
             return
 
-    def _append_once(self, session: Session, keys: Sequence[bytes], tokens: int) -> None:
+    def _append_once(self, session: Session, blocks: Sequence[tuple[bytes, int]], tokens: int) -> None:
+        keys = [key for key, _ in blocks]
         there: list[bytes] = []
         there_tokens = 0
         with suppress(NoSession):
@@ -133,3 +139,4 @@ class Turns:
             there_tokens = session.info().tokens
         if common < len(keys):
             session.append(keys[common:], max(0, tokens - there_tokens))
+        self._rules.appended(session.user, blocks[common:], was_changed=common < len(there))

@@ -24,12 +24,15 @@ class Settings(EngineSettings):
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **EngineSettings.choices,
         "load": ("async", "sync"),
+        "five_tuple": ("unknown", "request"),
     }
 
     lookup_timeout_ms: int = 200
     save_timeout_ms: int = 1_000
     load: str = "async"  # or "sync": the step waits for the load
     host_bytes: int = 256 << 20  # of an OffloadingSpec's memory between engine and node
+    rules: str = ""  # a file of rules of the match-action table
+    five_tuple: str = "unknown"  # or "request": a front end puts the connection's into `kv_transfer_params`
 
     def is_async(self, groups: int) -> bool:
         """Whether loads run beside the steps. An engine of several groups takes a failed load back only then."""

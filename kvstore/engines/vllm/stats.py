@@ -23,6 +23,12 @@ COUNTS = {
     "withheld_pages": "Pages not saved because a load of their step had failed",
     "lookups_late": "Look-ups that the node did not answer in time",
 }
+# The same for each rule of the match-action table.
+OF_RULES = {
+    "rule_hits": "Requests that hit a rule",
+    "rule_bytes": "Bytes that the node read into its memory because of a rule",
+}
+_OF = " of rule "
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]
@@ -32,9 +38,13 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
 
     def add(self, name: str, count: int = 1) -> None:
         """Count."""
-        assert name in COUNTS
+        assert name in COUNTS or name.split(_OF, 1)[0] in OF_RULES
         if count:
             self.data[name] = self.data.get(name, 0) + count
+
+    def add_of_rule(self, name: str, rule: str, count: int) -> None:
+        """Count for a rule; "" is all rules beyond a number."""
+        self.add(f"{name}{_OF}{rule}", count)
 
     def reset(self) -> None:
         """Start again."""
@@ -77,8 +87,19 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, about in COUNTS.items()
         }
+        self._of_rules = {
+            name: self._counter_cls(
+                name=f"vllm:triggerkv_{name}", documentation=about, labelnames=[*self._labelnames, "rule"]
+            )
+            for name, about in OF_RULES.items()
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the counts."""
         for name, count in transfer_stats_data.items():
-            self._counters[name][engine_idx].inc(count)
+            kind, is_of_rule, rule = name.partition(_OF)
+            if is_of_rule:
+                labels = self.per_engine_labelvalues[engine_idx]
+                self._of_rules[kind].labels(*labels, rule).inc(count)
+            else:
+                self._counters[name][engine_idx].inc(count)

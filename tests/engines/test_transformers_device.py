@@ -1,0 +1,259 @@
+"""A model's KV goes through a device's copies and flag: the code that runs on CUDA, with a host device in its place."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is in .venv-engines only: make test-engines")
+
+from transformers import DynamicCache  # noqa: E402
+
+from kvstore.client import Client  # noqa: E402
+from kvstore.engines.transformers import CacheStore, device_copies, moving  # noqa: E402
+from kvstore.engines.transformers.copies import scatter  # noqa: E402
+from kvstore.engines.transformers.token_blocks import pieces  # noqa: E402
+from kvstore.errors import DeviceError  # noqa: E402
+from nic_offload.device import Copy  # noqa: E402
+from nic_offload.host_device import HostDevice  # noqa: E402
+from tests.device.tensors import running  # noqa: E402
+from tests.engines.test_transformers import _model, _run, _same, _tokens  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvstore.demo.node_process import NodeProcess
+    from nic_offload.device import Mapped
+    from nic_offload.host_device import HostStream
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["full", "sliding", "mixed"])
+def test_what_a_device_saves_is_resumed_bit_for_bit_by_a_device_and_by_the_cpu(
+    node: NodeProcess, kind: str, dtype: Any
+) -> None:
+    model, tokens = _model(kind, dtype=dtype), _tokens(300)
+    live = DynamicCache(config=model.config)
+    for turn, end in enumerate((70, 71, 200)):
+        _run(model, tokens[:, :end], live)
+        device = HostDevice(turn)
+        with running(device), CacheStore(node.target, model, block_tokens=16, device=device) as store:
+            saved = store.session("ada", f"device {kind} {dtype}").save(live, tokens)
+        assert (saved.tokens, saved.error) == (end, None)
+    for other in (HostDevice(9), None):
+        started = running(other) if other is not None else running(HostDevice())
+        with started, CacheStore(node.target, model, block_tokens=16, device=other) as store:
+            back = store.session("ada", f"device {kind} {dtype}").resume(tokens)
+        assert (back.tokens, back.miss) == (200, None)
+        assert _same(back.cache, live)
+        assert torch.equal(_run(model, tokens, back.cache), _run(model, tokens, _copy(live, model))), (
+            "and it goes on"
+        )
+
+
+def _copy(cache: Any, model: Any) -> Any:
+    copied = DynamicCache(config=model.config)
+    for number, layer in enumerate(cache.layers):
+        copied.update(layer.keys.clone(), layer.values.clone(), number)
+        if hasattr(layer, "cumulative_length"):
+            copied.layers[number].cumulative_length = layer.cumulative_length
+    return copied
+
+
+def test_what_the_cpu_saved_is_resumed_by_a_device_in_several_parts(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is used again and again, each time only after the copies out of it are done."""
+    model, tokens = _model("mixed"), _tokens(300)
+    live = DynamicCache(config=model.config)
+    _run(model, tokens, live)
+    with CacheStore(node.target, model, block_tokens=16) as store:
+        assert store.session("ada", "parts").save(live, tokens).error is None
+        block_bytes = store.shapes.block_bytes(16, [16])
+    monkeypatch.setattr(moving, "ENGINE_MOVING_BYTES", 3 * block_bytes)
+    device = HostDevice(4)
+    with running(device), CacheStore(node.target, model, block_tokens=16, device=device) as store:
+        chat = store.session("ada", "parts")
+        back = chat.resume(_tokens(301))
+        assert (back.tokens, back.miss) == (300, None)
+        assert _same(back.cache, live)
+        again = store.session("ada", "parts by a device")
+        assert again.save(live, tokens).error is None
+    with CacheStore(node.target, model, block_tokens=16) as store:
+        assert _same(store.session("ada", "parts by a device").resume(_tokens(301)).cache, live)
+
+
+def test_puts_are_armed_before_the_copies_and_fired_by_the_device(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The application makes one call for all blocks, and none between the device's copies and their flag."""
+    model, tokens = _model("full"), _tokens(160)
+    live = DynamicCache(config=model.config)
+    _run(model, tokens, live)
+    device, happened = HostDevice(1), []
+    arm, copy = Client.arm, HostDevice.copy
+
+    def arming(self: Any, blocks: Any, *given: Any, **named: Any) -> Any:
+        puts = arm(self, blocks, *given, **named)
+        happened.append(("arm", len(blocks), puts.progress()[0]))
+        return puts
+
+    def copying(self: Any, stream: HostStream, copies: Iterable[Copy]) -> None:
+        copy(self, stream, copies)
+        happened.append(("copy", 0, 0))
+
+    monkeypatch.setattr(Client, "arm", arming)
+    monkeypatch.setattr(HostDevice, "copy", copying)
+    with CacheStore(node.target, model, block_tokens=16, device=device) as store, running(device):
+        assert store.session("ada", "armed").save(live, tokens).error is None
+    assert happened == [("arm", 10, 0), ("copy", 0, 0)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_copies_come_after_what_computes_their_source_and_before_what_writes_it_anew(seed: int) -> None:
+    """Streams run in any order that their events allow: what the model's stream does is queued here by hand."""
+    shapes = CacheStore("127.0.0.1:9", _model("full"), block_tokens=16, weights="w").shapes
+    some = list(pieces(shapes, list(range(32)), [32]))
+    k, v = (torch.zeros(1, 2, 32, 16) for _ in range(2))
+    cache = [(k, v)] * len(shapes.layers)
+    memory, expected = mmap.mmap(-1, 1 << 20), torch.zeros(1 << 20, dtype=torch.uint8)
+    device = HostDevice(seed)
+    copies = device_copies.DeviceCopies(device, memory)
+    right = torch.randn(1, 2, 32, 16, generator=torch.Generator().manual_seed(seed))
+
+    def write(tensor: Any, values: Any) -> None:
+        device.compute.queue(lambda: bool(tensor.copy_(values) is tensor))
+
+    write(k, right)
+    write(v, -right)
+    copies.save(shapes, cache, 32, some)
+    write(k, torch.full_like(k, 7.0))  # the model goes on, and uses the memory for something else
+    write(v, torch.full_like(v, 7.0))
+    with running(device):
+        copies.settle()
+        scatter(shapes, [(right, -right)] * len(shapes.layers), 32, expected, some)
+        size = sum(piece.length for piece in some)
+        assert memory[:size] == expected[:size].numpy().tobytes()
+
+        gathered = device_copies.DeviceGathered(shapes, copies, torch.device("cpu"))
+        gathered.add(torch.frombuffer(memory, dtype=torch.uint8), some)
+        memory[:size] = bytes(size)  # it is used again
+        for back in gathered.layers():
+            assert torch.equal(back[0], right)
+            assert torch.equal(back[1], -right)
+    copies.close()
+
+
+def test_copies_of_a_load_come_after_earlier_work_on_their_target_and_before_later_work() -> None:
+    device = HostDevice()
+    source, target = mmap.mmap(-1, 4096), bytearray(4096)
+    copies = device_copies.DeviceCopies(device, source)
+    source[:] = b"k" * 4096
+    address = ctypes.addressof(ctypes.c_char.from_buffer(target))
+    earlier: list[bytes] = []
+    later: list[bytes] = []
+
+    def before() -> bool:
+        """What had the memory before is still at work, and slow."""
+        earlier.append(bytes(target[:1]))
+        if len(earlier) < 200:
+            return False
+        target[:] = b"x" * 4096
+        return True
+
+    def after() -> bool:
+        later.append(bytes(target))
+        return True
+
+    device.compute.queue(before)
+    with running(device):
+        copies.load([Copy(address, copies.address(0), 4096)])
+        device.compute.queue(after)
+    device.run()
+    assert set(earlier) == {b"\0"}
+    assert later == [b"k" * 4096]
+    copies.close()
+
+
+class _Refusing(HostDevice):
+    """A device that refuses copies, as after a reset."""
+
+    refuses = False
+
+    def copy(self, stream: HostStream, copies: Iterable[Copy]) -> None:
+        if self.refuses:
+            raise DeviceError("The device was reset.")
+        super().copy(stream, copies)
+
+
+def test_a_device_that_refuses_stores_nothing_and_resumes_nothing_and_the_chat_goes_on(
+    node: NodeProcess,
+) -> None:
+    model, tokens = _model("full"), _tokens(100)
+    live = DynamicCache(config=model.config)
+    _run(model, tokens, live)
+    device = _Refusing(2)
+    with running(device), CacheStore(node.target, model, block_tokens=16, device=device) as store:
+        chat = store.session("ada", "refused")
+        device.refuses = True
+        saved = chat.save(live, tokens)
+        assert isinstance(saved.error, DeviceError)
+        assert (saved.tokens, chat.resume(_tokens(101)).tokens) == (0, 0)
+        device.refuses = False
+        assert chat.save(live, tokens).error is None
+        device.refuses = True
+        back = chat.resume(_tokens(101))
+        assert (back.tokens, back.cache.get_seq_length()) == (0, 0)
+        assert back.miss is not None
+        assert "was reset" in back.miss.detail
+        device.refuses = False
+        assert _same(chat.resume(_tokens(101)).cache, live)
+
+
+def test_memory_is_not_used_again_while_a_copy_into_it_is_pending(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(device_copies, "ENGINE_DEVICE_COPY_MS", 100)
+    model, tokens, others = _model("full"), _tokens(100), _tokens(100, seed=6)
+    live, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    _run(model, tokens, live)
+    _run(model, others, other)
+    device = HostDevice(3)  # it stands still
+    with CacheStore(node.target, model, block_tokens=16, device=device) as store:
+        first, second = store.session("ada", "stands still"), store.session("ada", "comes next")
+        assert first.save(live, tokens).error is not None
+        waiting = second.save(other, others)
+        assert isinstance(waiting.error, DeviceError)
+        assert "has not done its copies in time" in str(waiting.error)
+        with running(device):
+            assert second.save(other, others).error is None
+            assert _same(second.resume(_tokens(101, seed=6)).cache, other)
+            assert first.resume(_tokens(101)).tokens == 0, "the late copies were sent nowhere"
+            assert first.save(live, tokens).error is None
+            assert _same(first.resume(_tokens(101)).cache, live)
+
+
+class _Full(HostDevice):
+    def map(self, address: int, length: int) -> Mapped:
+        raise DeviceError(f"{length} bytes at {address:#x} could not be page-locked.")
+
+
+def test_without_page_locked_memory_the_cpu_copies(
+    node: NodeProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokens = _model("full"), _tokens(100)
+    live = DynamicCache(config=model.config)
+    _run(model, tokens, live)
+    with (
+        caplog.at_level(logging.WARNING),
+        CacheStore(node.target, model, block_tokens=16, device=_Full()) as store,
+    ):
+        chat = store.session("ada", "no room")
+        assert chat.save(live, tokens).error is None
+        assert _same(chat.resume(_tokens(101)).cache, live)
+    assert [one.getMessage().split(":")[0] for one in caplog.records] == ["The CPU copies this model's KV"]

@@ -1,0 +1,168 @@
+"""Maps that can't match a request are left out, and never one that can."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nic_offload.match_action import Entry, Table
+from nic_offload.match_probing import NETWORKS_MAX
+from nic_offload.match_space import NETWORKS_PER_MASK_MAX
+from tests.nic_offload.matching import BASE, Fields, Written, expected, request, rule
+
+
+def _prefix(dice: random.Random, length: int) -> str:
+    bits = dice.getrandbits(32) >> (32 - length) << (32 - length)
+    return f"{bits >> 24}.{bits >> 16 & 255}.{bits >> 8 & 255}.{bits & 255}/{length}"
+
+
+def _wildcards(dice: random.Random, lengths: list[int], each: int) -> list[Written]:
+    """Rules with a source prefix, and some of the other fields, at priorities of their own."""
+    written: dict[str, Written] = {}
+    for length in lengths:
+        for _ in range(each):
+            fields: Fields = {"source": _prefix(dice, length)}
+            if dice.random() < 0.5:
+                fields["tenant"] = dice.choice(["acme", "other"])
+            written[str(fields)] = (fields, 1_000 + length)
+    return list(written.values())
+
+
+def _steps(table: Table, source: str) -> int:
+    """How many maps a request from there is looked up in."""
+    address = request(source=source).source
+    return sum(
+        len(near.get(address >> shift, other).steps) for _, shift, near, other in table._probing.stages
+    )
+
+
+def _asked(dice: random.Random, written: list[Written]) -> list[Fields]:
+    """From the rules' own networks, from beside them, and from anywhere."""
+    asked = []
+    for fields, _ in dice.sample(written, min(len(written), 150)):
+        base = fields.get("source", "9.9.9.9/32").split("/")[0]
+        if ":" not in base:
+            head = base.rsplit(".", dice.choice([1, 2]))[0]
+            base = ".".join((head + ".1.1").split(".")[:4])
+        asked.append({"source": base, "tenant": dice.choice(["acme", "other"])})
+    asked += [{"source": _prefix(dice, 32).split("/")[0]} for _ in range(100)]
+    return [*asked, {"source": "2001:db8::7"}, {"source": "::ffff:10.1.2.3"}, {"source": "0.0.0.0"}]
+
+
+def _check(table: Table, filed: list[Written], added: list[Written], dice: random.Random) -> None:
+    """Each request hits what a linear search finds."""
+    rules = filed + added
+    for asked in _asked(dice, rules):
+        found = table.match(request(**asked), 1)
+        best = expected(filed, added, BASE | asked)
+        if best is None:
+            assert found is None, asked
+            continue
+        fields, priority = rules[int(best)]
+        wanted = rule(priority=priority, **fields)
+        assert found is not None, asked
+        assert (found.pattern, found.priority) == (wanted.pattern, wanted.priority), asked
+
+
+def test_of_many_masks_few_are_probed_and_the_winner_is_that_of_a_linear_search() -> None:
+    dice = random.Random(1)
+    written = _wildcards(dice, list(range(9, 25)), 30)
+    table = Table()
+    table.replace([rule(priority=priority, **fields) for fields, priority in written])
+    masks = table.statistics().masks
+    assert masks == 32
+    probed = [_steps(table, asked["source"]) for asked in _asked(dice, written)]
+    assert sum(probed) / len(probed) < masks / 3
+    _check(table, written, [], dice)
+
+
+def test_entries_added_and_removed_one_by_one_are_found_in_their_networks() -> None:
+    dice = random.Random(2)
+    filed = _wildcards(dice, [10, 12, 16, 20], 20)
+    table = Table()
+    table.replace([rule(priority=priority, **fields) for fields, priority in filed])
+    waiting = [one for one in _wildcards(dice, [9, 12, 14, 16, 20, 24, 32], 25) if one not in filed]
+    dice.shuffle(waiting)
+    added: list[Written] = []
+    entries: list[Entry] = []
+    for turn, (fields, priority) in enumerate(waiting):
+        entries.append(table.add(rule(priority=priority, **fields)))
+        added.append((fields, priority))
+        if turn % 4 == 3:
+            gone = dice.randrange(len(added))
+            table.remove(entries.pop(gone))
+            added.pop(gone)
+        if turn % 40 == 39:
+            _check(table, filed, added, dice)
+    assert any(near for _, _, near, _ in table._probing.stages)
+    _check(table, filed, added, dice)
+
+
+def test_an_added_entry_is_found_in_a_network_that_no_other_entry_has() -> None:
+    dice = random.Random(3)
+    filed = _wildcards(dice, list(range(12, 24)), 10)
+    table = Table()
+    table.replace([rule(priority=priority, **fields) for fields, priority in filed])
+    known = table.add(rule(priority=5, name="first", source="203.0.112.0/20", model="llama"))
+    before = table._probing
+    entry = table.add(rule(priority=5, name="second", source="198.51.96.0/20", model="llama"))
+    assert table._probing is before  # one network more, and no new arrangement
+    assert table.match(request(source="198.51.97.1"), 1) is entry
+    assert table.match(request(source="203.0.113.1"), 1) is known
+
+
+@pytest.mark.parametrize("source", ["2001:db8::/32", "::ffff:0:0/96", "64:ff9b::/96", "::8/125", "::/0"])
+@pytest.mark.parametrize("first", ["10.0.0.0/29", "ffff:ff00::/24", "::1:0:0/96"])
+def test_ipv6_sources_are_found_beside_ipv4_ones(source: str, first: str) -> None:
+    dice = random.Random(4)
+    filed = _wildcards(dice, list(range(12, 30)), 10)
+    table = Table()
+    table.replace([rule(priority=priority, **fields) for fields, priority in filed])
+    table.add(rule(priority=9_000, source=first))
+    entry = table.add(rule(priority=9_000, source=source))
+    inside = source.split("/", maxsplit=1)[0].replace("::ffff:0:0", "10.9.8.7")
+    assert table.match(request(source=inside), 1) is entry
+
+
+def test_a_mask_with_too_many_networks_is_probed_for_all_and_still_right() -> None:
+    table = Table()
+    rules = [rule(priority=length, source=f"10.200.0.0/{length}") for length in range(20, 30)]
+    first = len(rules)
+    rules += [
+        rule(priority=7, source=f"{number >> 8}.{number & 255}.0.0/16")
+        for number in range(NETWORKS_PER_MASK_MAX + 1)
+    ]
+    entries = [table.add(one) for one in rules]
+    assert table.match(request(source="0.3.1.1"), 1) is entries[first + 3]
+    assert table.match(request(source="4.0.1.1"), 1) is entries[-1]
+    assert table.match(request(source="10.200.0.1"), 1) is entries[first - 1]
+    for entry in entries:
+        table.remove(entry)
+    assert table.statistics() == (0, 0, 0, 0)
+
+
+def test_the_networks_of_all_masks_together_are_bounded() -> None:
+    table = Table()
+    rules = []
+    for length in range(16, 33):
+        for number in range(NETWORKS_PER_MASK_MAX):
+            host = number << 16 | (1 << (32 - length) if length < 32 else 1) & 0xFFFF
+            source = f"{host >> 24}.{host >> 16 & 255}.{host >> 8 & 255}.{host & 255}"
+            rules.append(rule(priority=length, source=f"{source}/{length}"))
+    table.replace(rules)
+    near = [one for stage in table._probing.stages for one in stage.near]
+    assert len(near) <= NETWORKS_MAX
+    assert table.match(request(source="1.44.0.1"), 1) is not None
+
+
+def test_a_plain_mask_below_wildcards_and_one_that_names_no_source_are_always_probed() -> None:
+    dice = random.Random(6)
+    filed = _wildcards(dice, list(range(12, 24)), 10)
+    table = Table()
+    table.replace([rule(priority=priority, **fields) for fields, priority in filed])
+    exact = table.add(rule(priority=3, tenant="acme", user="alice", context="chat-1"))
+    ported = table.add(rule(priority=4, destination_port="1-442", user="bob"))
+    far = request(source="203.0.113.9")
+    assert table.match(far, 1) is exact
+    assert table.match(request(source="203.0.113.9", user="bob", destination_port=80), 1) is ported
