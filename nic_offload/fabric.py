@@ -402,7 +402,9 @@ class Fabric(Handle):
 
     def ignore(self, doorbell: int) -> None:
         """Undo `hear`. After this nothing reads from the doorbell, and it may be closed."""
-        lib.tk_fabric_ignore(self.handle, doorbell)
+        with self.closing:  # the interpreter's exit closes fabrics while other threads close what is theirs
+            if self.handle is not None:
+                lib.tk_fabric_ignore(self.handle, doorbell)
 
     def fileno(self) -> int:
         """An eventfd, readable while there are events to reap."""
@@ -458,7 +460,8 @@ class Fabric(Handle):
 
     def remove_peer(self, peer: int, domain: int = 0) -> None:
         """Remove a peer to which nothing is on the wire."""
-        code = lib.tk_peer_remove(self.handle, domain, peer)
+        with self.closing:
+            code = 0 if self.handle is None else lib.tk_peer_remove(self.handle, domain, peer)
         if code:
             raise FabricError.from_code("Removing a peer", code)
 

@@ -228,7 +228,7 @@ def test_a_request_is_explained_by_all_nodes(cluster: Cluster) -> None:
     assert sum(blocks) >= len(keys)
     missing = explained(cluster.nodes[1], "cmpl-8")
     assert (missing.returncode, missing.stdout) == (3, "")
-    assert missing.stderr.startswith("kvstore: The nodes have no look-up of cmpl-8; they have ")
+    assert missing.stderr.startswith("kvstore: The nodes remember no look-up of cmpl-8, but ")
     os.kill(cluster.nodes[2].pid, signal.SIGSTOP)
     try:
         done = explained(cluster.nodes[1], "cmpl-7", "--call-timeout-ms", "1000")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -61,3 +62,16 @@ def test_a_region_waits_for_the_end_of_its_fabric() -> None:
     thread.join(10)
     assert region.handle is None
     fabric.close()
+
+
+def test_what_is_given_back_after_the_fabric_was_closed_needs_nothing() -> None:
+    """At the interpreter's exit fabrics are closed first, and other threads may still lose their links."""
+    fabric = Fabric("net")
+    hears, rings = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    fabric.hear(hears, is_pipe=True)
+    peer = fabric.add_peer(fabric.open_endpoint().address)
+    fabric.close()
+    fabric.ignore(hears)
+    fabric.remove_peer(peer)
+    for fd in (hears, rings):
+        os.close(fd)

@@ -91,7 +91,7 @@ def test_a_call_is_as_the_page_says() -> None:
         "bytes of metadata": 16,
         "blocks": 1,
         "the number of the acknowledgement word": 8,
-        "of a reserve: how long": 9,
+        "of a reserve: the duration": 9,
         "of a reserve: when": 10,
     }
     for what, value in said.items():
