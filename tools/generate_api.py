@@ -34,14 +34,13 @@ _INSIDE = {
     *("Arrivals.dropped", "Arrivals.forgotten", "Arrivals.stored"),
     *(
         "ClusterBlock.copied",
-        "RegisteredMemory.copied",
         "FlagWord.place",
         "Layout.first_head",
         "Layout.heads",
+        "RegisteredMemory.copied",
     ),
-    *("Nodes.placed_as", "Session.manifest", "Session.resume_span"),
+    "Nodes.placed_as",
     *("Region.detach", "Region.hold", "Region.is_idle", "Region.let_go", "Region.through"),
-    *("Reach.bearer", "Reach.credentials", "Reach.given", "Reach.settings", "Reach.split_from", "Reach.told"),
 }
 _FIRST = ("Client", "Block")  # before the others, which follow by name
 

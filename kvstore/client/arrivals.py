@@ -35,6 +35,7 @@ from kvstore.client.fetcher import Fetcher, Placing
 from kvstore.client.matched import RuleCounts, matched_by
 from kvstore.client.one_node import OneNode
 from kvstore.client.resuming import Manifest, Resumed
+from kvstore.client.sessions import manifest_of, resume_span_of
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.errors import Closed, DeadlineExceeded, KvError, NodeUnavailable, Overloaded
@@ -342,12 +343,12 @@ class Arrivals(Handle):
         actions = ", ".join(map(str, entry.actions))
         chat.notes.note(Step.ARRIVED, detail=f"rule {entry.name}: {actions}")
         manifest = None
-        span = None if place is None else chat.resume_span()
+        span = None if place is None else resume_span_of(chat)
         try:
             with within(span):
                 if place is not None:
                     chat.notes.note(Step.RESUMING)
-                    manifest = chat.manifest(timeout_s)
+                    manifest = manifest_of(chat, timeout_s)
                 found, gone = self._look_up(owner, () if manifest is None else manifest.keys)
         except KvError as error:
             if span is not None:
