@@ -228,15 +228,24 @@ class Arrivals(Handle):
             return chat
 
     def stored(self, user: str, key: bytes, length: int) -> None:
-        """A put was acknowledged."""
+        """Note that a put was acknowledged. Sessions of `session` report their own.
+
+        >>> arrivals.stored("ada", key, 4096)
+        """
         self._told.append(_Told(user, key, length, next(self._numbers)))
 
     def dropped(self, user: str, key: bytes) -> None:
-        """A block is gone: deleted, evicted, or broken."""
+        """Note that a block is gone: deleted, evicted, or broken.
+
+        >>> arrivals.dropped("ada", block_key(b"an evicted block"))
+        """
         self._told.append(_Told(user, key, 0, next(self._numbers)))
 
     def forgotten(self, user: str) -> None:
-        """Something of the user was deleted; the rest is looked up at their next request."""
+        """Note that something of the user was deleted; the rest is looked up at their next request.
+
+        >>> arrivals.forgotten("ada")
+        """
         self._told.append(_Told(user, b"", 0, next(self._numbers)))
 
     def known(self, user: str) -> tuple[Extent, ...]:
