@@ -45,9 +45,9 @@ def _config(arguments: argparse.Namespace) -> int:
         print(defaults_shown(), end="")
     elif arguments.client:
         from kvstore.commands.show_commands import table
-        from kvstore.reach import Reach
+        from kvstore.reach import settings_in_effect
 
-        print("\n".join(table(Reach.told(DEFAULT_NODE))))
+        print("\n".join(table(settings_in_effect(DEFAULT_NODE))))
     else:
         config = check_file(arguments.check)
         print(f"{arguments.check}: valid")

@@ -47,7 +47,19 @@ if TYPE_CHECKING:
 
     import grpc
 
-__all__ = ["AUTO", "FABRIC", "GRPC", "Reach", "split_target"]
+__all__ = [
+    "AUTO",
+    "FABRIC",
+    "GRPC",
+    "Reach",
+    "credentials_of",
+    "reach_of_arguments",
+    "reach_settings",
+    "settings_in_effect",
+    "split_reach",
+    "split_target",
+    "token_of",
+]
 
 AUTO: Final = "auto"
 FABRIC: Final = "fabric"
@@ -172,40 +184,6 @@ class Reach:
             raise ConfigError(f"No node is set: set node, HOST:PORT, in {where}, {_VARIABLE}NODE or {_FILE}.")
         return cls(**settings)
 
-    @classmethod
-    def given(cls, node: str | Reach | None, more: Mapping[str, Any]) -> Reach:
-        """Make it from a client's arguments: either a complete `Reach`, or a node and other settings."""
-        if not isinstance(node, Reach):
-            return cls.of({"node": node, **more})
-        if twice := [name for name, value in more.items() if value is not None]:
-            raise ConfigError(f"A Reach has all settings; {', '.join(twice)} can't be given beside it.")
-        return node
-
-    @classmethod
-    def split_from(cls, given: Mapping[str, Any], *, where: str) -> tuple[Reach, dict[str, Any]]:
-        """Take these settings out of an engine's configuration; also returns the rest."""
-        ours = {name: value for name, value in given.items() if name in _KINDS}
-        others = {name: value for name, value in given.items() if name not in _KINDS}
-        return cls.of(ours, where=where), others
-
-    @classmethod
-    def told(cls, default_node: str) -> list[tuple[str, str, str]]:
-        """The settings of a command without options: name, value, and where it is set.
-
-        A token's value is not shown.
-        """
-        reach = cls.of(default_node=default_node)
-        merged = _merged(_of_environment(), _of_file())
-        where = {"nodes" if name == "node" else name: place for name, (_, place) in merged.items()}
-        rows = []
-        for name in (one.name for one in fields(cls)):
-            value = getattr(reach, name)
-            text = ",".join(value) if name == "nodes" else "" if value is None else str(value)
-            by_default = "default of commands; a Client has none" if name == "nodes" else "default"
-            shown_text = "(not shown)" if name == "token" and text else text
-            rows.append((name, shown_text, where.get(name, by_default)))
-        return rows
-
     @property
     def node(self) -> str:
         """The only node. ConfigError if there are several."""
@@ -240,11 +218,6 @@ class Reach:
         """For a get without a timeout of its own."""
         return self.get_timeout_ms / 1000
 
-    @staticmethod
-    def settings() -> frozenset[str]:
-        """The names of all settings."""
-        return frozenset(_KINDS)
-
     def at(self, node: str) -> Reach:
         """The same settings for a single one of the nodes.
 
@@ -253,27 +226,68 @@ class Reach:
         """
         return replace(self, nodes=(node,))
 
-    def bearer(self) -> str | None:
-        """The token, read from its file if it is in one."""
-        if self.token_file is None:
-            if self.token is not None and not _is_token(self.token):
-                raise ConfigError("The token has invalid characters, or is too long.")
-            return self.token
-        text = read_file(self.token_file).decode("ascii", "replace").strip()
-        if not _is_token(text):
-            raise ConfigError(f"{self.token_file} does not contain a valid token.")
-        return text
 
-    def credentials(self) -> grpc.ChannelCredentials | None:
-        """The channel's credentials, read from their files; None without TLS."""
-        if not self.uses_tls:
-            return None
-        ca, key, certificate = (
-            None if path is None else read_pem(path) for path in (self.ca, self.key, self.certificate)
-        )
-        import grpc  # noqa: PLC0415 - commands that reach no node start without it
+def reach_of_arguments(node: str | Reach | None, more: Mapping[str, Any]) -> Reach:
+    """Make it from a client's arguments: either a complete `Reach`, or a node and other settings."""
+    if not isinstance(node, Reach):
+        return Reach.of({"node": node, **more})
+    if twice := [name for name, value in more.items() if value is not None]:
+        raise ConfigError(f"A Reach has all settings; {', '.join(twice)} can't be given beside it.")
+    return node
 
-        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+def reach_settings() -> frozenset[str]:
+    """The names of all settings."""
+    return frozenset(_KINDS)
+
+
+def split_reach(given: Mapping[str, Any], *, where: str) -> tuple[Reach, dict[str, Any]]:
+    """Take these settings out of an engine's configuration; also returns the rest."""
+    ours = {name: value for name, value in given.items() if name in _KINDS}
+    others = {name: value for name, value in given.items() if name not in _KINDS}
+    return Reach.of(ours, where=where), others
+
+
+def settings_in_effect(default_node: str) -> list[tuple[str, str, str]]:
+    """The settings of a command without options: name, value, and where it is set.
+
+    A token's value is not shown.
+    """
+    reach = Reach.of(default_node=default_node)
+    merged = _merged(_of_environment(), _of_file())
+    where = {"nodes" if name == "node" else name: place for name, (_, place) in merged.items()}
+    rows = []
+    for name in (one.name for one in fields(Reach)):
+        value = getattr(reach, name)
+        text = ",".join(value) if name == "nodes" else "" if value is None else str(value)
+        by_default = "default of commands; a Client has none" if name == "nodes" else "default"
+        shown_text = "(not shown)" if name == "token" and text else text
+        rows.append((name, shown_text, where.get(name, by_default)))
+    return rows
+
+
+def token_of(reach: Reach) -> str | None:
+    """The token, read from its file if it is in one."""
+    if reach.token_file is None:
+        if reach.token is not None and not _is_token(reach.token):
+            raise ConfigError("The token has invalid characters, or is too long.")
+        return reach.token
+    text = read_file(reach.token_file).decode("ascii", "replace").strip()
+    if not _is_token(text):
+        raise ConfigError(f"{reach.token_file} does not contain a valid token.")
+    return text
+
+
+def credentials_of(reach: Reach) -> grpc.ChannelCredentials | None:
+    """The channel's credentials, read from their files; None without TLS."""
+    if not reach.uses_tls:
+        return None
+    ca, key, certificate = (
+        None if path is None else read_pem(path) for path in (reach.ca, reach.key, reach.certificate)
+    )
+    import grpc  # noqa: PLC0415 - commands that reach no node start without it
+
+    return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
 def _is_token(text: str) -> bool:

@@ -12,7 +12,15 @@ from kvstore.commands.node_commands import reach as of_command
 from kvstore.engines.common_settings import EngineSettings
 from kvstore.errors import ConfigError
 from kvstore.limits import CONNECT_TIMEOUT_MS, FETCH_TIMEOUT_MS, REACH_TIMEOUT_MS_MAX, RPC_TIMEOUT_MS
-from kvstore.reach import Reach, split_target
+from kvstore.reach import (
+    Reach,
+    credentials_of,
+    reach_of_arguments,
+    reach_settings,
+    settings_in_effect,
+    split_target,
+    token_of,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +31,7 @@ NODE = "127.0.0.1:7070"
 @pytest.fixture(autouse=True)
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of the settings, empty; and no variable of whoever runs the tests."""
-    for name in Reach.settings():
+    for name in reach_settings():
         monkeypatch.delenv(f"TRIGGERKV_{name.upper()}", raising=False)
     path = tmp_path / "client.toml"
     path.touch()
@@ -47,10 +55,10 @@ def test_each_setting_comes_from_the_first_place_that_says_it(
 def test_a_token_and_its_file_are_one_setting(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(f'node = "{NODE}"\ntoken_file = "token"\n')
     (file.parent / "token").write_text("secret of the file\n")
-    assert Reach.of().bearer() == "secret of the file"
+    assert token_of(Reach.of()) == "secret of the file"
     monkeypatch.setenv("TRIGGERKV_TOKEN", "secret of the environment")
-    assert Reach.of().bearer() == "secret of the environment"
-    assert Reach.of({"token_file": str(file.parent / "token")}).bearer() == "secret of the file"
+    assert token_of(Reach.of()) == "secret of the environment"
+    assert token_of(Reach.of({"token_file": str(file.parent / "token")})) == "secret of the file"
     with pytest.raises(ConfigError, match="not both"):
         Reach.of({"token": "a", "token_file": "b"})
 
@@ -67,7 +75,7 @@ def test_without_a_settings_file_none_is_read(tmp_path: Path, monkeypatch: pytes
 def test_a_token_is_never_shown(file: Path) -> None:
     (file.parent / "token").write_text("s3cret")
     for told in (Reach((NODE,), token="s3cret"), Reach((NODE,), token_file=file.parent / "token")):
-        assert told.bearer() == "s3cret"
+        assert token_of(told) == "s3cret"
         assert "s3cret" not in f"{told!r}{told}"
     with pytest.raises(ConfigError) as caught:
         Reach.of({"node": NODE, "token": b"s3cret"})
@@ -210,9 +218,9 @@ def test_a_zone_has_one_name_in_every_place(file: Path, monkeypatch: pytest.Monk
 def test_a_file_without_a_token_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(text)
     with pytest.raises(ConfigError, match="does not contain a valid token"):
-        Reach.of({"node": NODE, "token_file": tmp_path / "token"}).bearer()
+        token_of(Reach.of({"node": NODE, "token_file": tmp_path / "token"}))
     with pytest.raises(ConfigError, match="could not be read: No such file"):
-        Reach.of({"node": NODE, "token_file": tmp_path / "none"}).bearer()
+        token_of(Reach.of({"node": NODE, "token_file": tmp_path / "none"}))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +260,7 @@ def test_a_file_without_a_certificate_is_refused(setting: str, content: bytes, t
     if setting == "certificate":
         given["key"] = tmp_path / "a.key"
     with pytest.raises(ConfigError, match=r"empty\.pem contains no certificate or key"):
-        Reach.given("node:7070", {**given, "tls": True}).credentials()
+        credentials_of(reach_of_arguments("node:7070", {**given, "tls": True}))
 
 
 @pytest.mark.parametrize("token", ["two\nlines", "nön-ascii", "x" * 5000])
@@ -282,7 +290,7 @@ def test_a_person_sees_where_each_setting_is_said(
     assert shown["token"] == ["(not", "shown)", str(file)]
     assert "secret" not in text
     monkeypatch.setenv("TRIGGERKV_NODES", "127.0.0.1:1,127.0.0.1:2")
-    assert Reach.told("c:3")[0] == ("nodes", "127.0.0.1:1,127.0.0.1:2", "the environment")
+    assert settings_in_effect("c:3")[0] == ("nodes", "127.0.0.1:1,127.0.0.1:2", "the environment")
 
 
 def test_a_library_has_no_default_node() -> None:

@@ -31,17 +31,9 @@ _MODULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 _LINE_MAX = 100
 # Called from inside the package, across modules.
 _INSIDE = {
-    *("Arrivals.dropped", "Arrivals.forgotten", "Arrivals.stored"),
-    *(
-        "ClusterBlock.copied",
-        "RegisteredMemory.copied",
-        "FlagWord.place",
-        "Layout.first_head",
-        "Layout.heads",
-    ),
-    *("Nodes.placed_as", "Session.manifest", "Session.resume_span"),
+    *("ClusterBlock.copied", "RegisteredMemory.copied", "Nodes.placed_as", "FlagWord.place"),
+    *("Layout.first_head", "Layout.heads"),
     *("Region.detach", "Region.hold", "Region.is_idle", "Region.let_go", "Region.through"),
-    *("Reach.bearer", "Reach.credentials", "Reach.given", "Reach.settings", "Reach.split_from", "Reach.told"),
 }
 _FIRST = ("Client", "Block")  # before the others, which follow by name
 

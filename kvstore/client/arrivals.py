@@ -35,6 +35,7 @@ from kvstore.client.fetcher import Fetcher, Placing
 from kvstore.client.matched import RuleCounts, matched_by
 from kvstore.client.one_node import OneNode
 from kvstore.client.resuming import Manifest, Resumed
+from kvstore.client.sessions import manifest_of, resume_span_of
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.errors import Closed, DeadlineExceeded, KvError, NodeUnavailable, Overloaded
@@ -227,15 +228,24 @@ class Arrivals(Handle):
             return chat
 
     def stored(self, user: str, key: bytes, length: int) -> None:
-        """A put was acknowledged."""
+        """Note that a put was acknowledged. Sessions of `session` report their own.
+
+        >>> arrivals.stored("ada", key, 4096)
+        """
         self._told.append(_Told(user, key, length, next(self._numbers)))
 
     def dropped(self, user: str, key: bytes) -> None:
-        """A block is gone: deleted, evicted, or broken."""
+        """Note that a block is gone: deleted, evicted, or broken.
+
+        >>> arrivals.dropped("ada", block_key(b"an evicted block"))
+        """
         self._told.append(_Told(user, key, 0, next(self._numbers)))
 
     def forgotten(self, user: str) -> None:
-        """Something of the user was deleted; the rest is looked up at their next request."""
+        """Note that something of the user was deleted; the rest is looked up at their next request.
+
+        >>> arrivals.forgotten("ada")
+        """
         self._told.append(_Told(user, b"", 0, next(self._numbers)))
 
     def known(self, user: str) -> tuple[Extent, ...]:
@@ -342,12 +352,12 @@ class Arrivals(Handle):
         actions = ", ".join(map(str, entry.actions))
         chat.notes.note(Step.ARRIVED, detail=f"rule {entry.name}: {actions}")
         manifest = None
-        span = None if place is None else chat.resume_span()
+        span = None if place is None else resume_span_of(chat)
         try:
             with within(span):
                 if place is not None:
                     chat.notes.note(Step.RESUMING)
-                    manifest = chat.manifest(timeout_s)
+                    manifest = manifest_of(chat, timeout_s)
                 found, gone = self._look_up(owner, () if manifest is None else manifest.keys)
         except KvError as error:
             if span is not None:

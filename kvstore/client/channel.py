@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from kvstore.limits import CHANNEL_CLOSE_MS
+from kvstore.reach import credentials_of, token_of
 from kvstore.wire.keepalive import keepalive_options
 
 if TYPE_CHECKING:
@@ -32,14 +33,14 @@ _OPTIONS = (
 
 def open_channel(reach: Reach, header: Callable[[], tuple[str, str] | None] | None = None) -> grpc.Channel:
     """Open a channel; no call is made yet. `header` returns an additional header for each call, if any."""
-    credentials = reach.credentials()
+    credentials = credentials_of(reach)
     options = (*_OPTIONS, (_CONNECT_TIMEOUT, reach.connect_timeout_ms))
     if credentials is None:
         channel = grpc.insecure_channel(reach.node, options=options)
     else:
         channel = grpc.secure_channel(reach.node, credentials, options=options)
     said: list[Callable[[], tuple[str, str] | None]] = []
-    if (token := reach.bearer()) is not None:
+    if (token := token_of(reach)) is not None:
         bearer = ("authorization", f"Bearer {token}")
         said.append(lambda: bearer)
     if header is not None:

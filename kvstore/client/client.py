@@ -30,7 +30,7 @@ from kvstore.client.transfer_watch import current_watch
 from kvstore.durability import Durability
 from kvstore.limits import ERASE_TIMEOUT_S, LEASE_TIMEOUT_MS, LEASE_TIMEOUT_MS_MAX
 from kvstore.names import UNSAID
-from kvstore.reach import GRPC, Reach
+from kvstore.reach import GRPC, Reach, reach_of_arguments
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Client(Handle):
         }
         check_slots(slots, block_bytes_max)
         fingerprint = fingerprint_of(layout)
-        reach = Reach.given(node, given)  # last: a mistake in the call is named even if no node is set
+        reach = reach_of_arguments(node, given)  # last: a mistake in the call is named even if no node is set
         self._core = core = Core(reach, fingerprint, slots, block_bytes_max, tracer_provider)
         self._blocks = BlockCalls(core.channel, core.calling, reach, fingerprint, core.lookups)
         self._inline = InlineCalls(core.channel, core.calling, reach, fingerprint, core.lookups, core.spans)

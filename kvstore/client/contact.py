@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvstore.config import printable
 from kvstore.errors import ConfigError, NodeUnavailable
 from kvstore.limits import CONTACT_HURRIED_MS
-from kvstore.reach import split_target
+from kvstore.reach import credentials_of, split_target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,7 +121,7 @@ def _connect(addresses: list[str], port: int, timeout_s: float) -> tuple[socket.
 
 def _shake_hands(connected: socket.socket, host: str, reach: Reach) -> Step:
     try:
-        reach.credentials()  # reads each file, with a bound
+        credentials_of(reach)  # reads each file, with a bound
         context = ssl.create_default_context(cafile=None if reach.ca is None else str(reach.ca))
         context.set_alpn_protocols(["h2"])
         if reach.certificate is not None:

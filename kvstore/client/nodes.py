@@ -33,7 +33,7 @@ from kvstore.clock import SystemClock
 from kvstore.cluster.map import Map, Member
 from kvstore.errors import Closed, ConfigError, NodeUnavailable, NotRegistered, RegionBusy
 from kvstore.limits import CLUSTER_LEFT_MS
-from kvstore.reach import Reach
+from kvstore.reach import Reach, reach_of_arguments, reach_settings
 from nic_offload.errors import shown
 from nic_offload.handle import Handle
 from nic_offload.made_by import made_by
@@ -68,9 +68,9 @@ class Nodes(Handle):
         **of_clients: Any,
     ) -> None:
         """`of_clients` are the arguments of each `Client`. A node's weight is 1 by default."""
-        known = {name: of_clients.pop(name) for name in Reach.settings() & of_clients.keys()}
+        known = {name: of_clients.pop(name) for name in reach_settings() & of_clients.keys()}
         if isinstance(nodes, Reach):
-            self.reach = Reach.given(nodes, known)
+            self.reach = reach_of_arguments(nodes, known)
         else:
             targets = [nodes] if isinstance(nodes, str) else nodes
             if isinstance(targets, (list, tuple)):

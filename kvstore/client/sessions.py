@@ -70,7 +70,7 @@ _LIVES = "A session's time to live in ms"
 _SHARED = "The number of a session's blocks"
 T = TypeVar("T")
 
-__all__ = ["AnyHome", "Session", "SessionCalls"]
+__all__ = ["AnyHome", "Session", "SessionCalls", "manifest_of", "resume_span_of"]
 
 
 def _asked(
@@ -488,17 +488,17 @@ class Session:
             timeout_s = self._calls.core.reach.get_timeout_s
         until_ns = clock.monotonic_ns() + int(timeout_s * 1e9)
         self.notes.note(Step.RESUMING)
-        client, span = self._calls.client, self.resume_span()
+        client, span = self._calls.client, self._resume_span()
         with as_request(), within(span):  # all of it belongs to one request
-            manifest = self.manifest(timeout_s)
+            manifest = self._manifest(timeout_s)
             return Resuming(client, manifest, place, self.notes, clock, until_ns, layout, layer_of, span)
 
-    def resume_span(self) -> ResumeSpan | None:
+    def _resume_span(self) -> ResumeSpan | None:
         """A span for a resume; None if the client has no tracer."""
         spans = self._calls.core.spans
         return None if spans is None else spans.resume()
 
-    def manifest(self, timeout_s: float | None = None) -> Manifest:
+    def _manifest(self, timeout_s: float | None = None) -> Manifest:
         """Its list of blocks, or a Miss with the reason why it is unknown."""
         try:
             session = self._get(SESSION_BLOCKS_MAX, timeout_s, waits=False)
@@ -591,6 +591,16 @@ class Session:
         True
         """
         return self._calls.steps.trace(steps_pb2.GetTraceRequest(name=self._name))
+
+
+def manifest_of(session: Session, timeout_s: float | None = None) -> Manifest:
+    """A session's list of blocks, or a Miss with the reason why it is unknown."""
+    return session._manifest(timeout_s)  # noqa: SLF001 - of this module
+
+
+def resume_span_of(session: Session) -> ResumeSpan | None:
+    """A span for a resume of the session; None if its client has no tracer."""
+    return session._resume_span()  # noqa: SLF001 - of this module
 
 
 def _turns(session: pb.GetSessionResponse) -> tuple[Turn, ...]:

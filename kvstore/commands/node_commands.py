@@ -55,13 +55,13 @@ def reach_node(parser: argparse.ArgumentParser, *, whose_user: bool = False) -> 
 
 def reach(arguments: argparse.Namespace) -> Reach:
     """How a command reaches its node, from its arguments."""
-    from kvstore.reach import Reach
+    from kvstore.reach import Reach, reach_settings
 
     for name in _TIMEOUTS:
         value = getattr(arguments, f"{name}_timeout_ms")
         if value is not None and not 1 <= value <= REACH_TIMEOUT_MS_MAX:
             raise ConfigError(f"--{name}-timeout-ms takes 1 to {REACH_TIMEOUT_MS_MAX}, not {value}.")
-    names = Reach.settings() & vars(arguments).keys() - {"node", "user"}
+    names = reach_settings() & vars(arguments).keys() - {"node", "user"}
     given = {"nodes": arguments.node, **{name: getattr(arguments, name) for name in names}}
     given["user"] = getattr(
         arguments, "owner", None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvstore.errors import ConfigError
 from kvstore.names import in_domain
-from kvstore.reach import Reach
+from kvstore.reach import Reach, reach_settings, split_reach
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -56,11 +56,11 @@ class EngineSettings:
     @classmethod
     def of(cls, extra: Mapping[str, Any], *, where: str, of_engine: Collection[str] = ()) -> Self:
         """Parse an engine's extra configuration, found under `where`; `of_engine` are names that the engine reads."""
-        reach, given = Reach.split_from(
+        reach, given = split_reach(
             {name: value for name, value in extra.items() if name not in of_engine}, where=where
         )
         known = {field.name for field in fields(cls)} - {"reach"}
         if unknown := sorted(set(given) - known):
-            names = ", ".join(sorted(known | Reach.settings()))
+            names = ", ".join(sorted(known | reach_settings()))
             raise ConfigError(f"{where} has no {', '.join(unknown)}; it has {names}.")
         return cls(reach, **given)

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.client import Client, Nodes
 from kvstore.client.client import session_calls_of
-from kvstore.client.sessions import AnyHome
+from kvstore.client.sessions import AnyHome, manifest_of
 from kvstore.errors import KvError, NodeUnavailable, NoSession, SessionRefused
 from kvstore.miss import MissReason
 from kvstore.names import block_key
@@ -86,7 +86,7 @@ def test_a_home_that_hangs_and_is_back_gives_nothing_of_what_it_had(cluster: Clu
     wait_until(lambda: keys(nodes, user) == [], "the first has taken over, and has no session", WAIT_S)
     assert home(cluster, user) is first
     assert list(nodes.of(user).sessions(user)) == []
-    assert old.manifest().miss is not None
+    assert manifest_of(old).miss is not None
     with Client(first.target) as direct:
         assert direct.session(user, "chat").keys() == KEYS[:2], "who asks this very node gets what it has"
     anew = nodes.session(user, "chat")
@@ -104,8 +104,10 @@ def test_without_etcd_sessions_wait_and_a_node_that_was_started_again_has_them(c
     wait_until(lambda: keys(nodes, user) == KEYS, "it goes on", WAIT_S)
     (member,) = cluster.etcd.members
     member.kill()
-    wait_until(lambda: nodes.of(user).session(user, "chat").manifest().miss is not None, "they wait", WAIT_S)
-    missed = nodes.of(user).session(user, "chat").manifest().miss
+    wait_until(
+        lambda: manifest_of(nodes.of(user).session(user, "chat")).miss is not None, "they wait", WAIT_S
+    )
+    missed = manifest_of(nodes.of(user).session(user, "chat")).miss
     assert missed is not None
     assert missed.reason is MissReason.NODE_AWAY
     with pytest.raises(NodeUnavailable, match="has not heard from etcd"):

@@ -26,6 +26,7 @@ from kvstore.node.copy_eligibility import Sureness
 from kvstore.node.tenants import token_digest
 from kvstore.node.upkeep import Block, Pace, Upkeep, lacking
 from kvstore.node.upkeep_service import Waited
+from kvstore.reach import token_of
 from kvstore.storage.index import Entry
 from kvstore.wire import cluster_pb2, cluster_pb2_grpc, kvstore_pb2, upkeep_pb2_grpc
 from kvstore.wire import upkeep_pb2 as pb
@@ -73,7 +74,7 @@ class World:
         """Each node, and the client, has just the nodes on its map."""
         wanted = {node.target for node in self.nodes}
         wait_until(lambda: {one.node for one in self.client.nodes.map.members} == wanted, "the map", WAIT_S)
-        token = self.client.nodes.reach.bearer()
+        token = token_of(self.client.nodes.reach)
         for node in self.nodes:
             wait_until(
                 lambda node=node: {one.node for one in told(node, token).members} == wanted,  # type: ignore[misc]
