@@ -181,7 +181,7 @@ int keep_extents_release_all(keep_extents *e, const uint64_t *pairs, uint64_t co
 	return 0;
 }
 
-/* Pins all of them or none; returns why not. */
+/* Pins all of them or none; returns 0, or an error. */
 int keep_extents_pin(keep_extents *e, const uint64_t *starts, uint64_t count)
 {
 	struct keep_place place;

@@ -1,12 +1,12 @@
-/* Why the last removed blocks were removed: a fixed number of removals, the newest of each name, by a digest of it that
- * nobody outside can aim at. */
+/* The reasons for the last removals of blocks: a fixed number of them, the newest of each name. Names are stored as
+ * keyed digests, so that clients can't make them collide. */
 #include "inside.h"
 #include "siphash.h"
 
 enum { NAME_BYTES = 48, HEAD = 0 };
 
 struct removal {
-	uint64_t name; /* 0: this place was never used */
+	uint64_t name; /* 0: this entry was never used */
 	struct keep_gone gone;
 };
 

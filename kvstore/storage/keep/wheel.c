@@ -74,7 +74,7 @@ void keep_wheel_insert_again(struct keep_wheel *wheel, uint32_t row)
 	wheel->count++;
 }
 
-/* Takes a row out of the wheel, if it is in it. */
+/* Removes a row from the wheel, if it is in it. */
 void keep_wheel_cancel(struct keep_wheel *wheel, uint32_t row)
 {
 	uint32_t head, node = HEADS + row;
@@ -111,8 +111,8 @@ static int open_next_bucket(struct keep_wheel *wheel, uint64_t target)
 	return 0;
 }
 
-/* Starts again from an earlier tick, because a row is due between that and the wheel's own. It costs one step for each
- * row, but only after a jump back over a time at which a row expires. */
+/* Restarts from an earlier tick, because a row is due between that and the wheel's own. It costs one step per row, but
+ * only after a clock jumped back over a time at which a row expires. */
 static void turn_back(struct keep_wheel *wheel, uint64_t target)
 {
 	wheel->tick = target;
