@@ -1,10 +1,10 @@
 /* A discrete-event core: trains of messages that queue, first come first served, at resources along routes.
  *
- * Always holds: events are processed in the order of time, and of creation where times are equal, so a run
- * depends only on its input. Nothing is ever returned for a time that is not over yet.
+ * Always holds: events are processed in the order of time, and of creation where times are equal, so a run depends only
+ * on its input. No result is returned for a time that is not over yet.
  *
- * Queues need no queue: messages reach a resource in the order of time, so when one arrives, the end of its
- * service is known at once (Lindley's recursion). A message costs one event per step.
+ * No queue is stored: messages arrive at a resource in the order of time, so the end of a message's service is known
+ * when it arrives (Lindley's recursion). A message costs one event per step.
  *
  * Not thread-safe, and no preemption: service always runs to its end.
  */
@@ -62,8 +62,8 @@ int64_t events_add_train(events *e, const struct events_train *train);
 /* A train of these messages, in the order of their start. They are copied. */
 int64_t events_add_list(events *e, const struct events_message *messages, int64_t count, int64_t kind);
 
-/* Take a server of a resource from `ready_s` on, or from when one is free. That may be before the time last returned:
- * a server that has been idle since then counts as having begun then. */
+/* Take a server of a resource from `ready_s` on, or from when one is free. That may be before the time last returned: a
+ * server that has been idle since then counts as having begun then. */
 int events_reserve(events *e, int64_t resource, double ready_s, double service_s, double *start_s, double *end_s);
 
 /* Run until `until_s`, or until a train has finished: 1 and its note; 0 at `until_s`; or -errno. */

@@ -71,7 +71,7 @@ double events_serve(struct resource *r, double ready_s, double service_s, double
 /* Add a stretch of service to the bins of its time. Times beyond the last possible bin are left out. */
 int events_note_busy(events *e, struct resource *r, double start_s, double end_s);
 
-/* Note that more, or less, is under way. */
+/* Note that more (or, if negative, fewer) units are under way. */
 int events_note_backlog(events *e, int64_t kind, double units);
 
 #endif
