@@ -19,7 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define TRIAL_BYTES 20011u /* a message on which to compare two libraries: whole blocks of all sizes that they use, and a rest */
+#define TRIAL_BYTES 20011u /* of the message that compares two libraries: blocks of all sizes, and a rest */
 
 static const struct gcm_library *chosen; /* NULL: there is none */
 static char why_not[TK_AEAD_MESSAGE];
@@ -64,7 +64,7 @@ static int knows_the_vector(const struct gcm_library *library)
 	return right;
 }
 
-/* A message in steps of growing sizes, in place, followed by its tag. */
+/* Encrypts or decrypts a message in place, in steps of growing sizes; its tag follows it. */
 static int move_in_steps(struct aead *aead, int decrypts, const uint8_t *key, uint8_t *message)
 {
 	int status = aead_begin(aead, decrypts, key, message + 7, message, 5);
@@ -75,7 +75,7 @@ static int move_in_steps(struct aead *aead, int decrypts, const uint8_t *key, ui
 	return status ? status : aead_end(aead, message + TRIAL_BYTES);
 }
 
-/* Whether it gives libcrypto's bytes and tag, and decrypts its own. */
+/* Whether a library produces libcrypto's bytes and tag, and decrypts its own output. */
 static int agrees(const struct gcm_library *library)
 {
 	uint8_t messages[2][TRIAL_BYTES + TK_AEAD_TAG], key[TK_AEAD_KEY];
@@ -155,7 +155,7 @@ void wipe(void *secret, size_t length)
 	explicit_bzero(secret, length);
 }
 
-/* A whole message at once. */
+/* Encrypts or decrypts a whole message. */
 static int in_one(int decrypts, const struct tk_aead *of, const void *from, size_t length, void *to, uint8_t *tag)
 {
 	struct aead *aead = aead_open();

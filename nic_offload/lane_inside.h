@@ -66,8 +66,8 @@ struct tk_lane {
 	pthread_mutex_t lock; /* for all that follows */
 	struct tk_ground ground, next_ground, ground_before; /* see `tk_lane_state` */
 	uint32_t used, used_before; /* records begun on the first and the last of them */
-	int expects;	       /* more of it will come */
-	uint32_t wanted_pages; /* by blocks that wait for it, as the application was told */
+	int expects;	       /* more ground will follow */
+	uint32_t wanted_pages; /* for the blocks that wait for ground, as reported to the application */
 	uint64_t begun;	       /* since the lane was opened, atomic */
 	uint64_t clear_until;  /* records of lower generations may be acknowledged */
 	int failed; /* the errno of a failed write; 0: none */

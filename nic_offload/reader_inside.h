@@ -42,13 +42,13 @@ struct piece {
 	int is_listed; /* in the list of pieces that were read: not reused yet */
 };
 
-/* A batch: records that were submitted together. It is freed when both of its ends have been reported. */
+/* Records submitted together. A batch is freed when both its reads and its puts have been reported as over. */
 struct batch {
 	struct batch *next; /* batches that were read and not reported yet */
 	struct tk_region *region; /* in use while the drive may write to it */
 	uint64_t tag, read_ns, posted_ns;
 	uint32_t unread;   /* records whose pages the drive still uses */
-	uint32_t not_over; /* puts */
+	uint32_t not_over; /* puts that are not over */
 	int read_is_told;
 	struct tk_shelf *shelf; /* of blocks of a call that a desk answers, from any drives; the application gets no event */
 	struct reading readings[];

@@ -22,7 +22,8 @@ struct encrypted_fixed {
 };
 _Static_assert(sizeof(struct encrypted_fixed) == TK_TAGGED_FIXED, "an encrypted record's header is tagged like any other");
 
-/* Writes a record, header page included, in steps: begin, payload in order, end. The key may be wiped after the begin. */
+/* Writes a record, header page included, in steps: begin, payload in order, end. The key may be wiped after
+ * `record_begin`. */
 struct record_stream {
 	struct aead *aead;
 	struct encrypted_fixed fixed;

@@ -40,7 +40,7 @@ struct tk_aead {
 };
 int tk_aead_load(char *message); /* message: the library's name; with -ENOENT, why there is none */
 int tk_aead_encrypt(const struct tk_aead *of, const void *from, size_t length, void *to);
-int tk_aead_decrypt(const struct tk_aead *of, const void *from, size_t length, void *to); /* -EBADMSG: the tag is wrong */
+int tk_aead_decrypt(const struct tk_aead *of, const void *from, size_t length, void *to); /* -EBADMSG: wrong tag */
 void tk_wipe(void *secret, size_t length);
 
 /* Slots of a keyring; see wrapped_keys.c. */
@@ -74,7 +74,7 @@ struct tk_text {
 int tk_seal_text(struct tk_vault *vault, const struct tk_text *text, void *to);
 int tk_unseal_text(struct tk_vault *vault, const struct tk_text *text, void *to);
 
-/* Memory for keys: locked, if the system lets us, and in no core dump and no forked process. NULL: there is none. */
+/* Memory for keys: locked, if the system allows it, and in no core dump and no forked process. NULL: no memory. */
 void *tk_secret_pages(size_t bytes, int *is_locked);
 void tk_free_secret_pages(void *pages, size_t bytes); /* wiped */
 

@@ -6,7 +6,7 @@
  * system allows, are never swapped. A key that is dropped or evicted is overwritten in the same call. If the vault is
  * full, a key that has not been used lately is evicted.
  *
- * What it doesn't do: hold all keys, or know where they come from. The application looks up a key that is not here.
+ * What it doesn't do: hold all keys, or load them. The application looks up a key that is not here.
  */
 #define _GNU_SOURCE
 #include "vault.h"
