@@ -50,7 +50,7 @@ struct answer_head {
 	uint8_t kind, zeros[7];
 };
 
-/* One block's place in the node's shared memory. */
+/* The location of one block in the node's shared memory. */
 struct where_row {
 	uint64_t offset;
 	uint32_t crc32c, zero;

@@ -19,10 +19,11 @@ struct reading {
 	uint64_t began_ns, id; /* id: set once it is whole */
 };
 
-#define LATER 0xff /* instead of a lane's number: it waits for a lane that is full, or for its ground */
+#define LATER 0xff /* instead of a lane's number: the block waits for a full lane, or for ground */
 _Static_assert(TK_DRIVES_MAX < LATER, "no lane has this number");
 
-/* A slot: the generation of its next or current put; the flag value that announces it, 0 once it has arrived; the last value. */
+/* A slot: the generation of its current or next put; the flag value that announces it, 0 once it has arrived; the last
+ * value. */
 struct flag {
 	uint64_t generation, due, before;
 };

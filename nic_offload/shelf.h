@@ -10,7 +10,7 @@
 
 #define LANDED_ID (UINT64_C(1) << 63) /* of blocks that came by grants, until they are renamed */
 
-/* A block on the shelf. It is found by name while it is listed, and by id until it is no longer being sent. */
+/* A block on the shelf. It is found by name while it is listed, and by id as long as it is listed or being sent. */
 struct shelved {
 	struct tk_shelved block;
 	struct shelved *next_named, *next_known; /* in their chains */
@@ -75,7 +75,7 @@ struct tk_shelf {
 	uint64_t came;	 /* atomic: rows that receivers have noted for the application */
 	struct tk_desk *desks;
 	struct served *first, *last; /* over, and not taken yet */
-	size_t served_bytes;	     /* of these, and of those under way */
+	size_t served_bytes;	     /* of these calls, and of those under way */
 	struct cold cold;
 };
 
