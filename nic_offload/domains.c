@@ -31,7 +31,7 @@ void domain_close(struct domain *domain)
 	domain->fid = NULL;
 }
 
-/* Otherwise a Cassini's key would give access to all memory of the process, registered or not, for ever. */
+/* Otherwise a Cassini NIC's key would give access to all memory of the process, registered or not, for ever. */
 static int confine_keys(struct tk_fabric *fabric, struct domain *domain)
 {
 	bool is_cached = false;
@@ -74,7 +74,7 @@ void domain_hold(struct tk_fabric *fabric, uint32_t number)
 	__atomic_add_fetch(&fabric->domains[number].uses, 1, __ATOMIC_SEQ_CST);
 }
 
-/* The caller that opens an endpoint or a peer in it holds it before it calls this thread. */
+/* A caller that opens an endpoint or a peer takes a reference to its domain before it calls this thread. */
 static int close_unused(struct tk_fabric *fabric, void *argument)
 {
 	struct domain *domain = &fabric->domains[*(uint32_t *)argument];

@@ -2,9 +2,9 @@
  * What is shared between calls from any thread (fabric.c, handles.c, inbox.c) and the progress thread (all other
  * files).
  *
- * Work travels one way: a caller fills free items under `inbox_lock` and links them into the inbox; the progress
- * thread takes the whole inbox at once and owns each item until its end; then the item returns to the free list.
- * Only the inbox, the free list and the events are shared.
+ * Work moves in one direction: a caller fills free items under `inbox_lock` and links them into the inbox; the progress
+ * thread takes the whole inbox at once and owns each item until its end; then the item returns to the free list. Only
+ * the inbox, the free list and the events are shared.
  */
 #ifndef TRIGGERKV_FABRIC_H
 #define TRIGGERKV_FABRIC_H
@@ -46,7 +46,7 @@ enum work_state {
 	WORK_POSTED,	  /* the bytes are on their way */
 	WORK_FLAG_READY,  /* the bytes have arrived, the chained flag put is to be posted */
 	WORK_FLAG_POSTED, /* the chained flag put is on its way */
-	WORK_SHARED,	  /* the peer knows where the bytes are, and has not confirmed yet that it has read them */
+	WORK_SHARED,	  /* the peer has the bytes' location, and has not confirmed yet that it has read them */
 	WORK_OVER,	  /* freed at the end of the round */
 	WORK_STRANDED,	  /* its endpoint is closed, and the provider may still complete it */
 };
@@ -61,7 +61,7 @@ struct work {
 	struct work *next;	    /* in the inbox, the free list or a queue */
 	struct work *previous;	    /* in a queue */
 	struct work *before, *after; /* all items that the thread owns */
-	uint32_t chunk;		    /* the number of its chunk */
+	uint32_t chunk;		    /* number of its chunk */
 	uint32_t place;		    /* in its counter's heap, or among the watches */
 	enum work_kind kind;
 	enum work_state state;
@@ -135,7 +135,7 @@ struct tk_counter {
 	uint64_t mirrored; /* the value of `word` up to which `nic` has been moved */
 	struct waiting *heap;
 	uint32_t count, capacity;
-	uint32_t held; /* operations at the NIC and unfired, as far as known */
+	uint32_t held; /* operations at the NIC that have not fired, as far as known */
 	int listed;    /* among the fabric's active counters */
 };
 
@@ -290,7 +290,7 @@ struct tk_fabric {
 	int shows_breaks; /* it accepts nothing only if there is no connection */
 	int confirms; /* delivery must be requested: otherwise a completion means only that the write was sent */
 	int wake_fd, event_fd;
-	struct turn *turn; /* who runs the rounds: what is the thread's own belongs to whoever has it */
+	struct turn *turn; /* decides which thread runs the rounds, and so uses the progress thread's fields */
 	int is_serving;	   /* atomic: it has a receiver, lanes or a shelf */
 	int sleep_fd; /* the descriptors the thread sleeps on: `wake_fd`, bells, and known sockets */
 	pthread_t thread;
@@ -317,7 +317,7 @@ struct tk_fabric {
 	struct command *command;
 	struct command *put_off; /* the thread's own */
 	uint64_t answer_ns; /* the deadline for the thread to answer a call */
-	int stuck;	    /* atomic: it has missed that once, and gets no more calls */
+	int stuck;	    /* atomic: the thread has missed it once, and gets no more calls */
 	int stop, ended;
 	int posted_something; /* atomic: the inbox has something, or a command waits */
 	int sleeping;	      /* atomic */
@@ -345,9 +345,9 @@ struct tk_fabric {
 	struct tk_reader *readers;
 	uint32_t reading; /* records that the readers have */
 	struct watches landings, acks;
-	int caller_runs;	/* this round is a caller's, who sleeps no longer than until: */
+	int caller_runs;	/* a caller runs this round, and sleeps no longer than until: */
 	uint64_t rest_until_ns;
-	int is_recalled, wire_is_quiet; /* a caller's round found what only the thread does; no socket woke the thread */
+	int is_recalled, wire_is_quiet; /* a caller's round found work for the thread alone; no socket woke the thread */
 	int asleep;		/* whoever runs the next round calls `stop_sleeping` first */
 	uint64_t held_until_ns; /* the earliest time at which a block that a desk holds for a peer may be released */
 	uint64_t cold_tell_ns; /* when calls that desks answered from drives are reported */
@@ -356,11 +356,11 @@ struct tk_fabric {
 	uint64_t now_ns; /* the time of this round: reading the clock costs as much as polling a word */
 	uint32_t spins_alone; /* rounds left until it yields again */
 	int rested; /* rounds since the completion queue was last read */
-	int overslept; /* the last sleep timed out: whatever is there now did not wake the thread */
+	int overslept; /* the last sleep timed out: no wake-up announced whatever is there now */
 	uint32_t sockets; /* those that wake the thread */
-	uint64_t looked_ns, look_until_ns; /* the last search for sockets (0: one is due), and the end of the searches */
-	uint64_t look_next_ns;		   /* none begins before */
-	uint64_t doubt_ns, doubt_next_ns;  /* the pause between searches after a movement without a wakeup, and its end */
+	uint64_t looked_ns, look_until_ns; /* the last search for sockets (0: one is due), and when searches end */
+	uint64_t look_next_ns;		   /* no search begins before this time */
+	uint64_t doubt_ns, doubt_next_ns;  /* the pause between searches after a movement without a wake-up, and its end */
 	int doubts;			   /* the next search is one of these */
 	int sockets_found;		   /* new ones, in the last search */
 	uint64_t started_ns, busy_ns; /* the latter: when a round last found something to do */

@@ -128,7 +128,7 @@ struct tk_put_head {
 	uint64_t tag; /* on a sealed connection, of the metadata and all fields before it; otherwise 0. Set by the sender */
 };
 
-/* A batch of puts by grants, followed by a row for each of its blocks. They are told apart by tag + 2 * number. */
+/* A batch of puts by grants, followed by a row for each of its blocks. Their tags differ: tag + 2 * number. */
 struct tk_puts {
 	uint64_t tag;
 	struct tk_sender *sender;
@@ -150,7 +150,7 @@ struct tk_put_row {
 	uint64_t threshold;
 	struct tk_pieces *pieces;
 	uint32_t length;
-	uint32_t is_named; /* 0: it is sent only once it has been named */
+	uint32_t is_named; /* 0: it is sent only once it has a name */
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t domain[TK_DOMAIN_BYTES];
 };
@@ -206,7 +206,7 @@ struct tk_statistics {
 	uint64_t in_flight, watches;
 	uint64_t loops, sleeps, asleep_ns, cpu_ns, alive_ns;
 	uint64_t searches; /* for sockets */
-	uint64_t turns;	   /* of callers, which ran rounds while they waited */
+	uint64_t turns;	   /* times that callers ran rounds while they waited */
 };
 
 uint32_t tk_crc32c(const void *data, size_t length, uint32_t seed);

@@ -81,7 +81,7 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 	return note_taken(endpoint, (int)fi_writemsg(endpoint->fid, &message, FI_INJECT | FI_COMPLETION));
 }
 
-/* 1: sent, and no completion follows. */
+/* Returns 1 if it was sent and no completion follows. */
 static int post_flag(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
@@ -145,8 +145,8 @@ static int post_bytes(struct tk_fabric *fabric, struct work *work)
 	return (int)fi_writemsg(op->endpoint->fid, &message, FI_COMPLETION | (confirmed ? FI_DELIVERY_COMPLETE : 0));
 }
 
-/* Sends `landed` to the peer, once. -FI_EAGAIN: not yet. A peer that is gone, or gave a word that isn't its own, gets
- * nothing; the block has landed all the same. */
+/* Sends `landed` to the peer, once. -FI_EAGAIN: not yet. If the peer is gone or gave an invalid word, nothing is sent;
+ * the block has landed all the same. */
 int post_landed(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_landing *landing = &work->landing;
@@ -181,8 +181,8 @@ static int post_one(struct tk_fabric *fabric, struct work *work)
 	return only_flag ? post_flag(fabric, work) : post_bytes(fabric, work);
 }
 
-/* A provider's error says nothing of whether bytes went out. The codes that do are ours alone: cancelled, too late,
- * a differing CRC and a record that was not read all mean that nothing did, and callers build upon that. */
+/* A provider's error doesn't show whether bytes went out. Only our own codes do: cancelled, too late, a differing CRC
+ * and a record that was not read all mean that nothing went out, and callers rely on it. */
 int status_of_provider(int error)
 {
 	switch (error) {
@@ -199,7 +199,7 @@ int status_of_provider(int error)
 	}
 }
 
-/* The outcome for the first item of an endpoint's queue. */
+/* Handles the result of posting the first item of an endpoint's queue. */
 static void posted(struct tk_fabric *fabric, struct work *work, int status)
 {
 	if (work->kind == WORK_LANDING) {
@@ -283,7 +283,7 @@ int post_ready(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The bytes have arrived. A get's may have to be checksummed first, and a flag may have to follow. */
+/* The bytes have arrived. Those of a get may have to be checksummed first, and a flag may have to follow. */
 static void moved(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
@@ -341,10 +341,10 @@ int drain_completions(struct tk_fabric *fabric)
 	return drained;
 }
 
-/* Bytes that a peer writes give no completion here, yet the provider only takes them out of its sockets while
- * its queue is read. A read that took long has moved some, and more are likely behind them: the thread must
- * not nap now, or the peer's writes would advance by one socket buffer a nap. The first read after a nap takes longer
- * in any case, because its caches are cold. */
+/* Bytes that a peer writes cause no completion here, but the provider takes them out of its sockets only while its
+ * queue is read. A read that took long has moved some, and more are likely to follow: the thread must not nap now, or
+ * the peer's writes would advance by one socket buffer per nap. The first read after a nap takes longer in any case,
+ * because its caches are cold. */
 int progress_wire(struct tk_fabric *fabric)
 {
 	uint64_t limit_ns = fabric->rested ? MOVED_RESTED_NS : MOVED_NS;
