@@ -1,12 +1,13 @@
 /*
- * AES-256-GCM, from OpenSSL's libcrypto, or from Intel's IPSec-MB where that is installed and the CPU has VAES: it takes less
- * than half the time of OpenSSL 3.0. The libraries are looked up on first use.
+ * AES-256-GCM, from OpenSSL's libcrypto, or from Intel's IPSec-MB where that is installed and the CPU has VAES: it
+ * takes less than half the time of OpenSSL 3.0. The libraries are looked up on first use.
  *
- * What always holds: a library that doesn't reproduce a test vector of the GCM specification, or accepts a wrong tag, is
- * not used, and IPSec-MB must give libcrypto's bytes and tags for a message in many steps. Nonces are 12 bytes and tags 16.
+ * What always holds: a library that doesn't reproduce a test vector of the GCM specification, or accepts a wrong tag,
+ * is not used, and IPSec-MB must give libcrypto's bytes and tags for a message in many steps. Nonces are 12 bytes and
+ * tags 16.
  *
- * What it doesn't do: prevent the same nonce from being used twice with a key, or hide decrypted bytes before `aead_end`
- * has confirmed the tag. The callers must do both.
+ * What it doesn't do: prevent the same nonce from being used twice with a key, or hide decrypted bytes before
+ * `aead_end` has confirmed the tag. The callers must do both.
  */
 #define _GNU_SOURCE
 #include "aead.h"

@@ -68,8 +68,8 @@ struct tk_served {
 };
 int tk_shelf_open(struct tk_fabric *fabric, struct tk_region *region, struct tk_shelf **out);
 int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int count);
-/* `names`: owner and key of each. `others_only`: blocks that still have the id they landed with stay listed, and places on
- * drives are kept. */
+/* `names`: owner and key of each. `others_only`: blocks that still have the id they landed with stay listed, and places
+ * on drives are kept. */
 void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count, int others_only);
 /* Unlists blocks; `free` says of each whether its memory may be reused: not while it is being sent. */
 void tk_shelf_take(struct tk_shelf *shelf, const uint64_t *ids, int count, uint8_t *free);
@@ -166,8 +166,8 @@ int tk_fabric_ignore(struct tk_fabric *fabric, int doorbell);
 int tk_endpoint_share_words(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t words, uint32_t count,
 			    int doorbell);
 
-/* The peer reads blocks of TK_SHARED_PUT itself, if they are in this memory. It gets their locations in rows, one for each
- * of its first `count` words, in the same memory as those words. */
+/* The peer reads blocks of TK_SHARED_PUT itself, if they are in this memory. It gets their locations in rows, one for
+ * each of its first `count` words, in the same memory as those words. */
 int tk_endpoint_share_reads(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t rows, uint32_t count,
 			    uint64_t memory, uint64_t bytes);
 /* cdef end */

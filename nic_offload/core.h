@@ -11,8 +11,9 @@
  * advance, lowest threshold first, and fire without a call from us; the agent fires the rest, so a full NIC slows
  * nothing down.
  *
- * The thread also watches words of local memory: for landed blocks (it checks the generation, acknowledges, and computes
- * the CRC) and for acknowledgements. It reports in batches: events in a queue, and one eventfd that wakes the reader.
+ * The thread also watches words of local memory: for landed blocks (it checks the generation, acknowledges, and
+ * computes the CRC) and for acknowledgements. It reports in batches: events in a queue, and one eventfd that wakes the
+ * reader.
  *
  * What always holds, on every backend:
  *   - an operation never fires before its counter reaches its threshold, and at most once;
@@ -22,8 +23,8 @@
  *   - every operation and every watch ends with exactly one final event, unless it was queued as quiet or, for
  *     operations and ack watches, its endpoint was closed; a landing always ends with one, and a block whose
  *     flag arrived before the endpoint was closed ends as landed;
- *   - an operation that has not gone out by its deadline ends, and never goes out. One that can no longer be recalled is
- *     reported as late, once, and its owner closes the endpoint;
+ *   - an operation that has not gone out by its deadline ends, and never goes out. One that can no longer be recalled
+ *     is reported as late, once, and its owner closes the endpoint;
  *   - once an endpoint is closed, no byte arrives through it and none of its operations touches memory: this, and
  *     not a revoked key alone, makes memory safe to reuse after a peer misbehaved (a message whose key was checked
  *     earlier may still be arriving when the key is revoked);
@@ -86,8 +87,8 @@ int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max);
 int tk_fabric_statistics(struct tk_fabric *fabric, struct tk_statistics *out);
 void tk_fabric_shrink(struct tk_fabric *fabric); /* frees memory for queued work that was not needed since the last call */
 
-/* `source` is the address to listen on, in the fabric's own format; a `length` of 0 means the fabric's address, any port.
- * The key of memory registered through an endpoint is invalid at endpoints of other domains. */
+/* `source` is the address to listen on, in the fabric's own format; a `length` of 0 means the fabric's address, any
+ * port. The key of memory registered through an endpoint is invalid at endpoints of other domains. */
 int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length, uint32_t domain,
 		     struct tk_endpoint **out, char *message);
 int tk_endpoint_close(struct tk_endpoint *endpoint);
@@ -146,7 +147,8 @@ int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, 
 int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count);
 
 int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, struct tk_group **out);
-/* All or none. `puts` is a tk_puts with its rows behind it, `metadata` that of the first block and then of the others. */
+/* All or none. `puts` is a tk_puts with its rows behind it, `metadata` that of the first block and then of the
+ * others. */
 int tk_put(struct tk_fabric *fabric, const void *puts, const void *metadata, struct tk_group **out);
 int tk_put_name(struct tk_group *group, uint32_t row, const void *key, uint32_t durability);
 int tk_group_read(struct tk_group *group, uint32_t first, uint32_t count, struct tk_row *out);
@@ -220,7 +222,8 @@ struct tk_written {
 	uint32_t key_number; /* from 1; 0: not encrypted */
 	uint32_t was_heard; /* `tk_lane_hear` has reported it already */
 };
-/* The lanes of a store's drives, and the drive of each lot. A name's lot is the upper bits of the CRC-32 of owner and key. */
+/* The lanes of a store's drives, and the drive of each lot. A name's lot is the upper bits of the CRC-32 of owner and
+ * key. */
 struct tk_lanes {
 	struct tk_lane *lanes[TK_DRIVES_MAX]; /* NULL: the drive has none */
 	uint8_t homes[TK_LOTS];
@@ -277,9 +280,9 @@ struct tk_reading {
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 };
 int tk_reader_open(struct tk_fabric *fabric, const struct tk_reader_setup *setup, struct tk_reader **out); /* ends with the fabric */
-/* Reads the records into a region as one batch, and puts each payload, as an operation that reports only failures. All or
- * none. Two events have this tag: TK_READ, when the drive is done with their memory, and TK_SENT, when all puts are over,
- * including those whose endpoint was closed; value: the nanosecond at which the last one was posted. */
+/* Reads the records into a region as one batch, and puts each payload, as an operation that reports only failures. All
+ * or none. Two events have this tag: TK_READ, when the drive is done with their memory, and TK_SENT, when all puts are
+ * over, including those whose endpoint was closed; value: the nanosecond at which the last one was posted. */
 int tk_reader_put(struct tk_reader *reader, struct tk_region *region, uint64_t tag, const struct tk_reading *records,
 		  int count);
 
@@ -301,8 +304,8 @@ void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes,
 void tk_receiver_lend(struct tk_receiver *receiver, uint64_t pages); /* of drives, headers included */
 uint64_t tk_receiver_recall(struct tk_receiver *receiver);	     /* takes unused pages back; returns their number */
 int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, int count);
-/* The blocks that have arrived and that no lane writes: all, or all but those that wait for a lane, unless a call is about to
- * be reported. */
+/* The blocks that have arrived and that no lane writes: all, or all but those that wait for a lane, unless a call is
+ * about to be reported. */
 int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out, int out_max,
 		     struct tk_receiver_state *state);
 int tk_receiver_rooms(struct tk_receiver *receiver, struct tk_room *out, int out_max); /* takes unused rooms back */

@@ -1,10 +1,10 @@
 /*
  * Domains of a fabric: memory registered with one is reached only through that domain's endpoints.
  *
- * What always holds: the first domain exists as long as the fabric. Another is opened with its first endpoint or peer; if the
- * provider's connections are TCP, it is closed, with its descriptors, when its last endpoint, peer and region are gone.
- * Other providers may still return operations that are on the wire, so their domains stay open. What it doesn't do: know to
- * whom a domain belongs.
+ * What always holds: the first domain exists as long as the fabric. Another is opened with its first endpoint or peer;
+ * if the provider's connections are TCP, it is closed, with its descriptors, when its last endpoint, peer and region
+ * are gone. Other providers may still return operations that are on the wire, so their domains stay open. What it
+ * doesn't do: know to whom a domain belongs.
  */
 #include "cxi.h"
 #include "progress.h"

@@ -153,8 +153,8 @@ struct watches {
 };
 
 /* A call that the progress thread executes while its caller waits. Everything that changes what the thread polls goes
- * this way: rxm, for one, crashes when an endpoint is enabled while its completion queue is read. The command has a copy
- * of its argument, because the thread may still be executing it when the caller no longer waits. */
+ * this way: rxm, for one, crashes when an endpoint is enabled while its completion queue is read. The command has a
+ * copy of its argument, because the thread may still be executing it when the caller no longer waits. */
 #define NOT_YET INT_MIN /* the command is run again when a flush has ended */
 struct command {
 	struct command *next; /* put off */

@@ -6,7 +6,8 @@
 
 #include "core.h"
 
-/* A stream begins with its associated data, gets its bytes in steps, and is ended. Each step returns 0 or a negative errno. */
+/* A stream begins with its associated data, gets its bytes in steps, and is ended. Each step returns 0 or a negative
+ * errno. */
 struct gcm_library {
 	const char *name;
 	const char *(*find)(void);  /* returns NULL, or why it can't be used. Called once, before all others */

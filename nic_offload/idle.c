@@ -17,8 +17,8 @@
  * than a nap.
  *
  * What always holds: nothing that arrives before the sleep is missed, because posted work and words are checked once
- * more after the sleeper has been counted. No sleep goes past a deadline. A thread that was woken spins before it sleeps
- * again: a provider may have read more than it has processed.
+ * more after the sleeper has been counted. No sleep goes past a deadline. A thread that was woken spins before it
+ * sleeps again: a provider may have read more than it has processed.
  */
 #define _GNU_SOURCE
 #include "progress.h"

@@ -36,8 +36,8 @@ int library_defers_work(const char *provider_name);
 /* Whether FI_DELIVERY_COMPLETE makes a difference with the provider. */
 int library_confirms(const char *provider_name);
 
-/* Whether an endpoint of it accepts everything while there is a connection, so that one that accepts nothing more has lost
- * it. The provider itself reports no loss if, as far as it knows, nothing was under way. */
+/* Whether an endpoint of it accepts everything while there is a connection, so that one that accepts nothing more has
+ * lost it. The provider itself reports no loss if, as far as it knows, nothing was under way. */
 int library_shows_breaks(const char *provider_name);
 
 /* Whether the failure of a write without its own context crashes the provider. */

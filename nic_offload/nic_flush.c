@@ -184,8 +184,8 @@ void nic_flush_at_last(struct tk_fabric *fabric)
 	nic->just_flushed = 1;
 }
 
-/* The counter has failed, and operations that wait for it fail as they come back: if a NIC kept them they might still fire,
- * since any process with the doorbell can move the counter. */
+/* The counter has failed, and operations that wait for it fail as they come back: if a NIC kept them they might still
+ * fire, since any process with the doorbell can move the counter. */
 int nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter)
 {
 	if (!counter->held)

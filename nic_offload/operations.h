@@ -1,6 +1,6 @@
 /*
- * Operations and watches of a fabric, the events that report on them, and the memory that they use. A part of the public
- * header, core.h.
+ * Operations and watches of a fabric, the events that report on them, and the memory that they use. A part of the
+ * public header, core.h.
  */
 #ifndef TRIGGERKV_OPERATIONS_H
 #define TRIGGERKV_OPERATIONS_H
@@ -100,8 +100,8 @@ struct tk_operation {
 	uint32_t skip, part; /* with TK_VERIFY_CRC: `part` of the checksummed bytes are put, after the first `skip`; 0: all */
 };
 
-/* The head of a put: it describes the block. It lies right before the payload, in the last bytes of the slot's first page;
- * metadata about the block's session or trace lies before it. */
+/* The head of a put: it describes the block. It lies right before the payload, in the last bytes of the slot's first
+ * page; metadata about the block's session or trace lies before it. */
 #define TK_KEY_BYTES 32
 #define TK_FINGERPRINT_BYTES 16
 #define TK_OWNER_BYTES 16

@@ -1,9 +1,9 @@
 /*
  * Posts puts and gets, their chained flags and acknowledgements, and takes their completions.
  *
- * What always holds: where the provider keeps writes of that size in order, and accepts two target ranges, a flag put goes
- * out in the same message as its bytes; otherwise only after the bytes were delivered. A counter is moved only after both
- * were delivered. Each endpoint has its own share of the wire.
+ * What always holds: where the provider keeps writes of that size in order, and accepts two target ranges, a flag put
+ * goes out in the same message as its bytes; otherwise only after the bytes were delivered. A counter is moved only
+ * after both were delivered. Each endpoint has its own share of the wire.
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -19,7 +19,8 @@
 #define TOO_LATE 2 /* result of posting a put after its deadline, */
 #define TOLD 3	   /* and of posting one that the peer reads itself */
 
-/* Whether its completion means arrival, confirmed by the peer's side. Otherwise arrival is known elsewhere, or not needed. */
+/* Whether its completion means arrival, confirmed by the peer's side. Otherwise arrival is known elsewhere, or not
+ * needed. */
 static int is_to_be_confirmed(const struct tk_fabric *fabric, const struct tk_operation *op)
 {
 	return op->completion || (fabric->confirms && !(op->flags & (TK_QUIET | TK_ACKED_PUT | TK_SENT_PUT)));

@@ -327,7 +327,8 @@ void receivers_tell(struct tk_fabric *fabric)
 	}
 }
 
-/* The endpoint is about to be closed. Blocks that have arrived are taken if there are rooms; nothing is acknowledged. */
+/* The endpoint is about to be closed. Blocks that have arrived are taken if there are rooms; nothing is
+ * acknowledged. */
 void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {

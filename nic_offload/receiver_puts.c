@@ -126,7 +126,8 @@ static void copy(struct tk_receiver *receiver, uint32_t *budget)
 	}
 }
 
-/* Lists it, unless another block has or may have the name, or it expires. Returns the code for its peer; 0: none yet. */
+/* Lists it, unless another block has or may have the name, or it expires. Returns the code for its peer; 0: none
+ * yet. */
 static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 {
 	const struct tk_receiver_setup *setup = &receiver->setup;

@@ -1,10 +1,10 @@
 /*
  * Encrypts records as docs/record-format.md describes them, and opens them.
  *
- * What always holds: a record key belongs to a domain key and to one opening of a drive, during which a generation is used
- * once, so no nonce is used twice with it. Place and header are authenticated with payload and identity; only the expiry,
- * which may be extended in place, is covered by the header's tag alone. Nothing in a record can be trusted until both GCM
- * tags have been compared.
+ * What always holds: a record key belongs to a domain key and to one opening of a drive, during which a generation is
+ * used once, so no nonce is used twice with it. Place and header are authenticated with payload and identity; only the
+ * expiry, which may be extended in place, is covered by the header's tag alone. Nothing in a record can be trusted
+ * until both GCM tags have been compared.
  */
 #define _GNU_SOURCE
 #include "record_encryption.h"

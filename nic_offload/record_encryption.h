@@ -37,8 +37,8 @@ int record_end(struct record_stream *stream, const struct tk_encryption *with, c
 void record_forget(struct record_stream *stream); /* overwrites its key */
 
 int is_encrypted(const char *page);
-/* Opens a header page. 0: then the payload can be decrypted in steps with `aead`, which ends with this tag. -EBADMSG: it is
- * not a header of this place; -ENOKEY: its key is not in the vault. */
+/* Opens a header page. 0: then the payload can be decrypted in steps with `aead`, which ends with this tag. -EBADMSG:
+ * it is not a header of this place; -ENOKEY: its key is not in the vault. */
 int record_open(struct aead *aead, const struct tk_encryption *with, uint64_t offset, const char *page,
 		struct header_fixed *plain);
 void record_payload_tag(const char *page, uint8_t tag[TK_AEAD_TAG]);

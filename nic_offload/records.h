@@ -12,7 +12,8 @@ struct tk_decryption;
 
 /* Shared with the cffi build, as in core.h. */
 /* cdef begin */
-/* Pages that begin with fixed bytes and their tag; the rest of each is zeros, and so is what follows from `used` to `end`. */
+/* Pages that begin with fixed bytes and their tag; the rest of each is zeros, and so is what follows from `used` to
+ * `end`. */
 #define TK_TAGGED_PAGE 4096
 #define TK_TAGGED_KEY 32
 #define TK_TAGGED_NAME 16
@@ -64,8 +65,8 @@ void tk_vault_put(struct tk_vault *vault, const uint8_t *owner, const uint8_t *d
 		  const uint8_t *key);
 int tk_vault_drop(struct tk_vault *vault, uint32_t number); /* -ENOKEY: it was not there */
 uint32_t tk_vault_count(struct tk_vault *vault);
-/* A text of a domain, sealed with a key derived from the domain's: as long as the plain text, and its tag follows. -ENOKEY:
- * the domain's key is not in the vault. -EBADMSG: this is not what was sealed. */
+/* A text of a domain, sealed with a key derived from the domain's: as long as the plain text, and its tag follows.
+ * -ENOKEY: the domain's key is not in the vault. -EBADMSG: this is not what was sealed. */
 struct tk_text {
 	uint64_t id, associated, text; /* of the key; addresses */
 	uint32_t number, associated_bytes, bytes, zeros; /* of the key; `bytes` without the tag */

@@ -1,9 +1,10 @@
 /*
- * The shelf: blocks in registered memory that the progress thread may send to a peer that requests them by name at a desk.
+ * The shelf: blocks in registered memory that the progress thread may send to a peer that requests them by name at a
+ * desk.
  *
  * What always holds: a block that is not listed is not found by name. A block that is being sent stays known until that
- * is over, and `tk_shelf_take` reports it, so its memory is not reused meanwhile. A name is listed once. Names are spread
- * by a keyed hash, so a peer that chooses names can't put them all into one chain.
+ * is over, and `tk_shelf_take` reports it, so its memory is not reused meanwhile. A name is listed once. Names are
+ * spread by a keyed hash, so a peer that chooses names can't put them all into one chain.
  *
  * What it doesn't do: decide whether a block may be sent. The application does, and unlists a block that may no longer
  * be sent.

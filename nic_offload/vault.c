@@ -1,6 +1,6 @@
 /*
- * The vault: keys of erase domains. Each is found by its owner and domain, for writing records, and by the number and id
- * that a record names, for reading it.
+ * The vault: keys of erase domains. Each is found by its owner and domain, for writing records, and by the number and
+ * id that a record names, for reading it.
  *
  * What always holds: the keys lie in pages of their own that are in no core dump and in no forked process, and, if the
  * system allows, are never swapped. A key that is dropped or evicted is overwritten in the same call. If the vault is

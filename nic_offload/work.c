@@ -85,7 +85,8 @@ void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uin
 		(struct tk_event){.tag = tag, .value = value, .time_ns = time_ns, .kind = kind, .status = status};
 }
 
-/* Word by word, so that readers need no lock; before the events, so that an event is already counted when it is taken. */
+/* Word by word, so that readers need no lock; before the events, so that an event is already counted when it is
+ * taken. */
 static void show_statistics(struct tk_fabric *fabric)
 {
 	fabric->statistics.in_flight = fabric->in_flight;

@@ -81,9 +81,9 @@ int64_t events_bins_of(const events *e, int64_t resource, double *out, int64_t r
 /* The most units of a kind under way in each bin of time; returns how many bins there are. */
 int64_t events_backlog_of(const events *e, int64_t kind, double *out, int64_t room);
 
-/* Count pages by location: the pages of `count` blocks, one for each layer and rank. A page's lot is drawn from these three
- * numbers; `home_of_lot` has the drive of each of the EVENTS_LOTS lots. The layers fall into `parts` of about the same
- * length. Adds to counts[(part * ranks + rank) * drives + drive]. */
+/* Count pages by location: the pages of `count` blocks, one for each layer and rank. A page's lot is drawn from these
+ * three numbers; `home_of_lot` has the drive of each of the EVENTS_LOTS lots. The layers fall into `parts` of about the
+ * same length. Adds to counts[(part * ranks + rank) * drives + drive]. */
 void events_scatter(const int64_t *blocks, int64_t count, int64_t layers, int64_t parts, int64_t ranks,
 		    const int32_t *home_of_lot, int64_t drives, int64_t *counts);
 

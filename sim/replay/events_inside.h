@@ -9,8 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A message on its way to a step of its route, or, with step -1, the release of a train's next message. The owner is the
- * train's number, and above it, from bit 32, the message's position in the train's list. Messages of a stream have
+/* A message on its way to a step of its route, or, with step -1, the release of a train's next message. The owner is
+ * the train's number, and above it, from bit 32, the message's position in the train's list. Messages of a stream have
  * negative numbers: ~i is the i-th. */
 struct event {
 	double time_s;

@@ -4,8 +4,8 @@
  *
  * - A block with a guard is not evicted, whatever its age or time to live. One that expires meanwhile is removed when
  *   its last guard ends.
- * - A block is evicted for room only while it is a tail (see chains.c), so what remains of a session is a prefix. Blocks
- *   after a gap with another cause are evicted before all others.
+ * - A block is evicted for room only while it is a tail (see chains.c), so what remains of a session is a prefix.
+ *   Blocks after a gap with another cause are evicted before all others.
  * - A use of a block counts as a use of all blocks before it in its sessions, since they are needed with it. So under
  *   LRU the least recently used block is always a tail, and exactly that one is evicted.
  * - Guards end with a use: lifting the last one touches the block.
@@ -96,8 +96,8 @@ static void enter(keep_core *c, uint32_t row, uint64_t generation, uint64_t star
 		keep_map_add(&c->by_start, row);
 }
 
-/* Adds the blocks on the drive to an empty core, in ascending order of generations. Their uses are unknown, so they count
- * as used in that order, before all later blocks. */
+/* Adds the blocks on the drive to an empty core, in ascending order of generations. Their uses are unknown, so they
+ * count as used in that order, before all later blocks. */
 int keep_core_restore(keep_core *c, const uint64_t *generations, const uint64_t *starts, const uint32_t *pages,
 		      const uint64_t *expiries_ms, uint64_t count)
 {

@@ -119,7 +119,8 @@ static uint64_t held_by_sessions(const keep_core *c, uint32_t row)
 	return count;
 }
 
-/* Releases one guard of each block; sets `refused`, and returns the number of refusals. Releasing the last one is a use. */
+/* Releases one guard of each block; sets `refused`, and returns the number of refusals. Releasing the last one is a
+ * use. */
 int keep_core_release(keep_core *c, const uint64_t *generations, uint64_t count, unsigned guard, uint64_t now_ms,
 		      uint8_t *refused)
 {

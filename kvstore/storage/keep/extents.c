@@ -2,8 +2,8 @@
  * has had its length for the longest time.
  *
  * Always holds: free extents never overlap and never adjoin; each is in `by_start` as (start, length, number) and in
- * `by_length` as (length, number, start), where numbers ascend with every change; `free_pages` is their sum. A call that
- * would free a page twice, or one beyond the drive, is refused before anything is changed.
+ * `by_length` as (length, number, start), where numbers ascend with every change; `free_pages` is their sum. A call
+ * that would free a page twice, or one beyond the drive, is refused before anything is changed.
  */
 #include "inside.h"
 

@@ -81,7 +81,8 @@ int keep_history_of(const keep_history *h, const uint8_t *name, struct keep_gone
 	return 1;
 }
 
-/* Fills in the last session of each removed block; 0 if it was in none, or isn't remembered. Returns how many aren't 0. */
+/* Fills in the last session of each removed block; 0 if it was in none, or isn't remembered. Returns how many aren't
+ * 0. */
 uint64_t keep_history_sessions(const keep_history *h, const uint8_t *names, uint64_t count, uint64_t *out)
 {
 	uint64_t found = 0;

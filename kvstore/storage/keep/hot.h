@@ -1,8 +1,8 @@
 /* The pages of a node's hot memory: pieces into which a drive is read or blocks land, and pieces that hold a record.
  *
- * A piece is a run of pages. It has users, and while it holds a record it is kept under the record's generation, so that
- * later reads find it. Kept pieces without users are evicted for others: those that were found only once first, then the
- * protected ones, each in the order of their last use.
+ * A piece is a run of pages. It has users, and while it holds a record it is kept under the record's generation, so
+ * that later reads find it. Kept pieces without users are evicted for others: those that were found only once first,
+ * then the protected ones, each in the order of their last use.
  *
  * Ownership and thread: as in keep.h. A piece is identified by a small number, which is reused after the last user of a
  * piece that isn't kept has released it.

@@ -6,12 +6,12 @@
  * Always holds:
  *
  * - A row with an owner is counted with it, from `keep_owners_take` to `keep_owners_leave`.
- * - A row in an owner's ring was used after all rows before it in that ring. Stamps come from one counter for all drives
- *   of a store, so the least recently used row can be found across several drives.
+ * - A row in an owner's ring was used after all rows before it in that ring. Stamps come from one counter for all
+ *   drives of a store, so the least recently used row can be found across several drives.
  * - Adding, touching and removing a row is O(1), and so is finding the least recently used one.
  *
- * Rows that may not be evicted are set aside here whenever they are in the policy. It knows no limits. 16 bytes per row,
- * if any row has an owner.
+ * Rows that may not be evicted are set aside here whenever they are in the policy. It knows no limits. 16 bytes per
+ * row, if any row has an owner.
  */
 #include "inside.h"
 
