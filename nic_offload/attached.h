@@ -27,9 +27,9 @@ struct tk_pieces;
 #define TK_CALL_BYTES 73728
 #define TK_CALL_BLOCKS 1024
 #define TK_CALL_PLACES 4
-#define TK_CALLS_WAITING 1024	       /* calls of one caller that may wait for a place, */
-#define TK_CALLS_WAITING_BYTES 8388608 /* and their bytes */
-#define TK_HELD_NS 2000000000 /* how long a desk keeps a block whose location it gave */
+#define TK_CALLS_WAITING 1024	       /* calls of one caller that may wait for a place */
+#define TK_CALLS_WAITING_BYTES 8388608 /* total bytes of these */
+#define TK_HELD_NS 2000000000 /* how long a desk keeps a block after giving its location */
 #define TK_CALL_AREA_HEAD 4096 /* a node's area begins with the flags of its places */
 struct tk_shelved {
 	uint8_t owner[TK_OWNER_BYTES];
@@ -62,7 +62,7 @@ struct tk_served {
 	uint32_t blocks;
 	uint32_t metadata_bytes;
 	uint32_t corrupt; /* blocks found damaged: their callers got a miss */
-	uint32_t failed;  /* blocks of which it is not known whether they arrived */
+	uint32_t failed;  /* blocks that may or may not have arrived */
 	uint32_t cold;	  /* blocks that were not in memory */
 	uint32_t is_prefix, zero; /* the blocks were looked up, not sent: there are no ids */
 };

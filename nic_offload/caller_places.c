@@ -81,7 +81,7 @@ static void fill_place(struct work *work, uint32_t number)
 	memcpy((char *)head + called->length, &tag, tag_bytes(setup->endpoint));
 }
 
-/* Gives the call a place, if one is free; then it is ready to be posted. */
+/* Gives the call a place, if one is free; then the call is ready to be posted. */
 static int find_it_a_place(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_caller *caller = work->called->caller;

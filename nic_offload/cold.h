@@ -25,7 +25,7 @@ struct tk_cold_setup {
 };
 /* From now on calls are answered from these drives, if places are known and rooms are available. */
 void tk_shelf_use_readers(struct tk_shelf *shelf, const struct tk_cold_setup *setup);
-void tk_shelf_place(struct tk_shelf *shelf, const struct tk_place *places, size_t count); /* unlisting a name forgets its place */
+void tk_shelf_place(struct tk_shelf *shelf, const struct tk_place *places, size_t count); /* unlisting forgets it */
 struct tk_cold_state {
 	uint32_t rooms;	       /* number of rooms, of the size last requested */
 	uint32_t wanted_pages; /* that size; 0: none yet */

@@ -255,8 +255,8 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 	return close_endpoint(fabric, *(struct tk_endpoint **)argument);
 }
 
-/* Bytes on the wire can't be recalled, and landed bytes are only being checksummed. Operations at a NIC with counters
- * of its own could be, but a flush for each deadline would delay everything else by a second. */
+/* Bytes on the wire can't be recalled, and landed bytes are only being checksummed. Operations at a NIC with its own
+ * counters could be, but a flush for each deadline would delay everything else by a second. */
 static int may_expire(const struct work *work)
 {
 	return work->state == WORK_WAITING || work->state == WORK_UNGRANTED || work->state == WORK_HELD ||

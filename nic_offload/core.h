@@ -85,7 +85,7 @@ int tk_fabric_event_fd(struct tk_fabric *fabric);
 int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name);
 int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max);
 int tk_fabric_statistics(struct tk_fabric *fabric, struct tk_statistics *out);
-void tk_fabric_shrink(struct tk_fabric *fabric); /* frees memory for queued work that was not needed since the last call */
+void tk_fabric_shrink(struct tk_fabric *fabric); /* frees work items not needed since the last call */
 
 /* `source` is the address to listen on, in the fabric's own format; a `length` of 0 means the fabric's address, any
  * port. The key of memory registered through an endpoint is invalid at endpoints of other domains. */
@@ -132,7 +132,8 @@ uint64_t tk_region_uses(struct tk_region *region); /* operations that are queued
 int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_bell *bell, int pipe_fd,
 		    struct tk_counter **out);
 int tk_counter_close(struct tk_counter *counter);
-int tk_words_watched(struct tk_fabric *fabric, uint64_t *addresses, size_t count); /* zeroes addresses that no counter uses */
+/* Zeroes addresses that no counter uses. */
+int tk_words_watched(struct tk_fabric *fabric, uint64_t *addresses, size_t count);
 int tk_counter_add(struct tk_counter *counter, uint64_t value);
 int tk_counter_set(struct tk_counter *counter, uint64_t value);
 int tk_counter_reset(struct tk_counter *counter);
@@ -147,8 +148,7 @@ int tk_watch_acks(struct tk_fabric *fabric, const struct tk_ack_watch *watches, 
 int tk_cancel(struct tk_fabric *fabric, const uint64_t *tags, int count);
 
 int tk_group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, struct tk_group **out);
-/* All or none. `puts` is a tk_puts with its rows behind it, `metadata` that of the first block and then of the
- * others. */
+/* All or none. `puts` is a tk_puts followed by its rows, `metadata` that of the first block and then of the others. */
 int tk_put(struct tk_fabric *fabric, const void *puts, const void *metadata, struct tk_group **out);
 int tk_put_name(struct tk_group *group, uint32_t row, const void *key, uint32_t durability);
 int tk_group_read(struct tk_group *group, uint32_t first, uint32_t count, struct tk_row *out);
@@ -171,12 +171,12 @@ struct tk_receiver_setup {
 	uint64_t first_generation;
 	uint64_t ack_base, ack_key; /* the peer's acknowledgement words */
 	uint32_t ack_words, slots_count, length_max;
-	uint32_t landed_code;  /* codes of words: landed; */
-	uint32_t differs_code; /* the bytes differ from those sent; */
-	uint32_t taken_code;   /* another block has the key; */
-	uint32_t expired_code; /* the block expired before it arrived; */
-	uint32_t written_code; /* written, sent by a lane; */
-	uint32_t unsaid_code;  /* the put names no domain; 0: it needs none */
+	uint32_t landed_code;  /* code of a word: landed */
+	uint32_t differs_code; /* code: the bytes differ from those sent */
+	uint32_t taken_code;   /* code: another block has the key */
+	uint32_t expired_code; /* code: the block expired before it arrived */
+	uint32_t written_code; /* code: written; sent by a lane */
+	uint32_t unsaid_code;  /* code: the put names no domain; 0: a put needs none */
 	uint8_t owner[TK_OWNER_BYTES];
 	uint8_t shared[TK_DOMAIN_BYTES]; /* the peers' name for the owner's own domain, which is zeros in lanes */
 };
@@ -204,9 +204,9 @@ struct tk_came {
 	uint64_t fired_ns; /* by the peer's clock: comparable only if the peer is on this machine */
 	uint32_t ack_word, room, length, crc32c, metadata_bytes;
 	uint8_t durability, listed;
-	uint8_t is_stored; /* something may be stored under the name already: it is not listed, and a peer that asked
-			      only for `landed` has not been answered */
-	uint8_t under_way; /* one more than the number in `tk_lanes` of the lane that writes it; 0: none does */
+	uint8_t is_stored; /* a block may be stored under the name already: it is not listed, and a peer that requested
+			      only `landed` has not been answered */
+	uint8_t under_way; /* one plus the number of the lane that writes it, in `tk_lanes`; 0: none */
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 	uint8_t domain[TK_DOMAIN_BYTES];
@@ -228,7 +228,8 @@ struct tk_lanes {
 	struct tk_lane *lanes[TK_DRIVES_MAX]; /* NULL: the drive has none */
 	uint8_t homes[TK_LOTS];
 };
-int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, struct tk_lane **out); /* ends with the fabric */
+/* A lane ends with the fabric. */
+int tk_lane_open(struct tk_fabric *fabric, const struct tk_lane_setup *setup, struct tk_lane **out);
 /* A lane's ground, and how many records it has begun there. It moves to the next ground when a record doesn't fit. */
 struct tk_lane_state {
 	struct tk_ground left;	 /* rest of the ground in use, identified by its generation; 0: none yet */
@@ -247,8 +248,8 @@ void tk_lane_seal(struct tk_lane *lane, struct tk_lane_state *before);
 void tk_lane_expect(struct tk_lane *lane, int expects);
 /* Confirms that all records of lower generations that the lane did not write are on the drive. */
 void tk_lane_clear(struct tk_lane *lane, uint64_t generation);
-void tk_lane_fail(struct tk_lane *lane); /* begins no more writes, and acknowledges nothing */
-uint64_t tk_lane_begun(struct tk_lane *lane); /* how many records it has begun */
+void tk_lane_fail(struct tk_lane *lane); /* from now on it begins no writes, and acknowledges nothing */
+uint64_t tk_lane_begun(struct tk_lane *lane); /* number of records begun */
 int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max); /* records that have ended */
 /* Records under way that the application doesn't have yet, before they end: only their blocks and tags are valid. */
 int tk_lane_hear(struct tk_lane *lane, struct tk_written *out, int out_max);
@@ -279,10 +280,11 @@ struct tk_reading {
 	uint8_t owner[TK_OWNER_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 };
-int tk_reader_open(struct tk_fabric *fabric, const struct tk_reader_setup *setup, struct tk_reader **out); /* ends with the fabric */
+/* A reader ends with the fabric. */
+int tk_reader_open(struct tk_fabric *fabric, const struct tk_reader_setup *setup, struct tk_reader **out);
 /* Reads the records into a region as one batch, and puts each payload, as an operation that reports only failures. All
- * or none. Two events have this tag: TK_READ, when the drive is done with their memory, and TK_SENT, when all puts are
- * over, including those whose endpoint was closed; value: the nanosecond at which the last one was posted. */
+ * or none. Two events have this tag: TK_READ, when the drive no longer uses their memory, and TK_SENT, when all puts
+ * are over, including those whose endpoint was closed; value: the nanosecond at which the last one was posted. */
 int tk_reader_put(struct tk_reader *reader, struct tk_region *region, uint64_t tag, const struct tk_reading *records,
 		  int count);
 
@@ -304,8 +306,8 @@ void tk_receiver_use(struct tk_receiver *receiver, const struct tk_lanes *lanes,
 void tk_receiver_lend(struct tk_receiver *receiver, uint64_t pages); /* of drives, headers included */
 uint64_t tk_receiver_recall(struct tk_receiver *receiver);	     /* takes unused pages back; returns their number */
 int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, int count);
-/* The blocks that have arrived and that no lane writes: all, or all but those that wait for a lane, unless a call is
- * about to be reported. */
+/* Takes blocks that have arrived and that no lane writes: all, or all except those that wait for a lane, unless a call
+ * is about to be reported. */
 int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out, int out_max,
 		     struct tk_receiver_state *state);
 int tk_receiver_rooms(struct tk_receiver *receiver, struct tk_room *out, int out_max); /* takes unused rooms back */

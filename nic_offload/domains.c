@@ -4,7 +4,7 @@
  * What always holds: the first domain exists as long as the fabric. Another is opened with its first endpoint or peer;
  * if the provider's connections are TCP, it is closed, with its descriptors, when its last endpoint, peer and region
  * are gone. Other providers may still return operations that are on the wire, so their domains stay open. What it
- * doesn't do: know to whom a domain belongs.
+ * doesn't do: know which tenant a domain belongs to.
  */
 #include "cxi.h"
 #include "progress.h"

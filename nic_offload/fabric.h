@@ -60,7 +60,7 @@ struct work {
 	struct fi_context2 context; /* must be first: libfabric returns its address */
 	struct work *next;	    /* in the inbox, the free list or a queue */
 	struct work *previous;	    /* in a queue */
-	struct work *before, *after; /* all items that the thread owns */
+	struct work *before, *after; /* links all items that the thread owns */
 	uint32_t chunk;		    /* number of its chunk */
 	uint32_t place;		    /* in its counter's heap, or among the watches */
 	enum work_kind kind;
@@ -75,26 +75,26 @@ struct work {
 	uint64_t fired_ns, posted_ns;
 	uint32_t code; /* of an ack watch: the last code received */
 	uint64_t flag_word; /* the word that is sent for `flag_value` */
-	int is_word;	    /* a word of words.c; */
-	struct work *next_word; /* the next one of its endpoint; */
-	int follows;	    /* a later word to the same place waits for this one: */
+	int is_word;	    /* a word of words.c */
+	struct work *next_word; /* the next word of its endpoint */
+	int follows;	    /* `later`, a word to the same place, waits for this one */
 	uint64_t later;
 	uint64_t sequence;
 	struct slot *slot; /* at the NIC, if the NIC holds it */
-	struct reading *reading; /* NULL, or the read that fetches its bytes from a drive, */
-	struct batch *batch;	 /* and the batch of that read */
+	struct reading *reading; /* the read that fetches its bytes from a drive, or NULL */
+	struct batch *batch;	 /* the batch of that read */
 	struct shelved *shelved; /* of a put from the shelf: the block, the call, and the place of the call */
 	struct served *served;
 	struct tk_desk *desk;
 	/* Of a put by grant or a call, and of the watch for the peer's answer. */
-	struct work *partner; /* the other of these two; NULL: it has ended, or there was none */
+	struct work *partner; /* the put's watch, or the watch's put; NULL: it has ended, or there was none */
 	uint32_t grant;	      /* one more than the slot, or the place; 0: none */
 	uint32_t word;	      /* one more than a put's acknowledgement word */
-	struct tk_sender *sender; /* of the watch, as is this: */
+	struct tk_sender *sender; /* of the watch, and so is `caller` */
 	struct tk_caller *caller;
 	struct called *called; /* of a call's put */
-	struct shared_fetch *fetch; /* of a watch: the call whose blocks may be read from the node's memory; */
-	uint32_t fetch_row;	    /* and which block of it; the number of blocks stands for the call itself */
+	struct shared_fetch *fetch; /* of a watch: the call whose blocks may be read from the node's memory */
+	uint32_t fetch_row;	    /* the index of its block in that call, or the number of blocks for the call itself */
 	union {
 		struct tk_operation op;
 		struct tk_landing landing;
@@ -236,7 +236,7 @@ struct tk_region {
 struct slot {
 	struct slot *next; /* free */
 	struct work *work; /* NULL: free, or lost */
-	int lost;	   /* something unfinished may still refer to it, and to these: */
+	int lost;	   /* something unfinished may still refer to it, and to the next three */
 	struct tk_counter *trigger, *completion;
 	struct tk_endpoint *endpoint;
 	int fired; /* its counter has reached the threshold, as far as known */
@@ -270,7 +270,7 @@ struct nic {
 	int flushing;	   /* `flusher` is running; meanwhile counters can be neither read nor set, only added to */
 	int flushed;	   /* atomic: it has finished */
 	int flush_status;
-	int just_flushed; /* nothing is held, and nothing has been handed over since */
+	int just_flushed; /* the NIC holds nothing, and nothing has been handed over since */
 	pthread_t flusher;
 };
 
@@ -285,13 +285,13 @@ struct tk_fabric {
 	int keeps_order;  /* words to one place arrive in order */
 	uint32_t posted_max; /* puts of one endpoint on the wire at a time */
 	int streams;	  /* its connections are of TCP, and end with their endpoint */
-	int loses_context; /* for writes without a context, see library.h; words are written with this one: */
+	int loses_context; /* for writes without a context, see library.h; words are written with `word_context` */
 	struct fi_context2 word_context;
 	int shows_breaks; /* it accepts nothing only if there is no connection */
 	int confirms; /* delivery must be requested: otherwise a completion means only that the write was sent */
 	int wake_fd, event_fd;
 	struct turn *turn; /* decides which thread runs the rounds, and so uses the progress thread's fields */
-	int is_serving;	   /* atomic: it has a receiver, lanes or a shelf */
+	int is_serving;	   /* atomic: the fabric has a receiver, lanes or a shelf */
 	int sleep_fd; /* the descriptors the thread sleeps on: `wake_fd`, bells, and known sockets */
 	pthread_t thread;
 	int thread_started;
@@ -345,10 +345,10 @@ struct tk_fabric {
 	struct tk_reader *readers;
 	uint32_t reading; /* records that the readers have */
 	struct watches landings, acks;
-	int caller_runs;	/* a caller runs this round, and sleeps no longer than until: */
+	int caller_runs;	/* a caller runs this round, and sleeps until `rest_until_ns` at most */
 	uint64_t rest_until_ns;
 	int is_recalled, wire_is_quiet; /* a caller's round found work for the thread alone; no socket woke the thread */
-	int asleep;		/* whoever runs the next round calls `stop_sleeping` first */
+	int asleep;		/* the thread that runs the next round must call `stop_sleeping` first */
 	uint64_t held_until_ns; /* the earliest time at which a block that a desk holds for a peer may be released */
 	uint64_t cold_tell_ns; /* when calls that desks answered from drives are reported */
 	uint32_t in_flight;

@@ -173,7 +173,7 @@ static int add_peer(struct tk_fabric *fabric, void *argument)
 	return added == 1 ? 0 : added < 0 ? added : -EINVAL;
 }
 
-/* If one can't be remembered, the thread only naps instead of sleeping. */
+/* If there is no memory to remember it, the thread naps instead of sleeping. */
 static void remember_peer(struct tk_fabric *fabric, const struct peer *peer)
 {
 	pthread_mutex_lock(&fabric->handle_lock);

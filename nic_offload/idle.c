@@ -3,18 +3,18 @@
  *
  * It spins for a short time and then sleeps until there is a call of our own process, a byte on one of the fabric's
  * sockets, a store to a flag word followed by its bell, or a deadline. If there are endpoints, and no sockets of the
- * provider can be found (shared memory, a NIC), it naps instead, for longer and longer, up to two milliseconds.
+ * provider can be found (shared memory, a NIC), it naps instead, for increasing times of up to two milliseconds.
  *
  * Providers over TCP have a descriptor to wait for, but it is useless: that of net (1.17) is always readable once
  * something is connected. So their sockets are found as in streams.c: those at the ports of our endpoints, and those
  * connected to our peers. The search is repeated for a second each time endpoints or peers change. If something moves
- * without a wakeup there is one more search; as long as these find nothing, they are made more and more rarely, because
- * words in shared memory move without sockets. Searches take a sixteenth of the thread's time at most. A socket missed
- * until the next search costs no more than a nap.
+ * without a wake-up there is one more search; as long as such searches find nothing, they become less and less
+ * frequent, because words in shared memory move without sockets. Searches take a sixteenth of the thread's time at
+ * most. A socket missed until the next search costs no more than a nap.
  *
  * A flag word's bell is a pipe and a count of sleeping threads. A store reads the count, and writes to the pipe if it
- * is not zero. A GPU stores without ringing: while a word is waited for that a GPU may store to, no sleep is longer
- * than a nap.
+ * is not zero. A GPU stores without ringing: while an awaited word may be stored to by a GPU, no sleep is longer than a
+ * nap.
  *
  * What always holds: nothing that arrives before the sleep is missed, because posted work and words are checked once
  * more after the sleeper has been counted. No sleep goes past a deadline. A thread that was woken spins before it
@@ -43,7 +43,7 @@
 #define SPIN_WORKING_NS 10000000u /* with puts on the wire: longer, but not for a peer that accepts nothing */
 #define NAP_NS_MIN 30000u
 #define NAP_NS_MAX 2000000u
-#define SLEEP_NS_MIN 20000000u /* the longest with sockets that wake us, at first */
+#define SLEEP_NS_MIN 20000000u /* the longest sleep with sockets that wake the thread, at first */
 #define SLEEP_NS_MAX 200000000u
 #define SLEEP_SHARE 16	       /* of the idle time before it, between the two */
 #define LOOK_EVERY_NS 5000000u
@@ -110,7 +110,7 @@ static int leads_to_a_peer(const struct tk_fabric *fabric, const union address *
 	return 0;
 }
 
-/* The ports of endpoints and of peers, a bit each. */
+/* The ports of endpoints and of peers, one bit for each port. */
 struct ports {
 	uint64_t own[PORTS / PORTS_A_WORD], peers[PORTS / PORTS_A_WORD];
 };
@@ -160,7 +160,7 @@ static void look_at(struct tk_fabric *fabric, const struct ports *ports, int fd)
 	fabric->sockets_found += !status;
 }
 
-/* Something moved without a wakeup: one search is due, unless such searches have found nothing. */
+/* Something moved without a wake-up: one search is due, unless such searches have found nothing. */
 void rest_overslept(struct tk_fabric *fabric)
 {
 	if (fabric->now_ns < fabric->doubt_next_ns)

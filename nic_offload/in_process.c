@@ -221,7 +221,7 @@ struct fi_ops memory_plain_ops = {.size = sizeof memory_plain_ops, .close = memo
 static struct fi_ops_domain domain_ops = {
 	.size = sizeof domain_ops, .av_open = open_peers, .cq_open = open_queue, .endpoint = memory_open_endpoint};
 
-/* `context` is the fabric whose thread is to be woken. */
+/* `context`: the fabric whose thread will be woken. */
 static int open_domain(struct fid_fabric *fabric, struct fi_info *info, struct fid_domain **out, void *context)
 {
 	struct memory_domain *domain = calloc(1, sizeof *domain);

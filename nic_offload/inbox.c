@@ -9,7 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define EVENTS_FOR_EACH 4u /* events that may wait to be taken, for each piece of work that may be queued */
+#define EVENTS_FOR_EACH 4u /* events that may wait, per work item that may be queued */
 
 /* Under inbox_lock. */
 static void put_free(struct tk_fabric *fabric, struct work *work)
@@ -42,7 +42,7 @@ static int add_chunk(struct tk_fabric *fabric)
 	return 0;
 }
 
-/* Under inbox_lock. All or none: -EAGAIN when the bound on queued work would be passed. */
+/* Under inbox_lock. All or none: -EAGAIN if the limit of queued work would be exceeded. */
 int reserve_work(struct tk_fabric *fabric, uint32_t count)
 {
 	if (fabric->stop)
@@ -133,7 +133,7 @@ int check_operation(const struct tk_fabric *fabric, const struct tk_operation *o
 	if (!is_of(op->trigger, fabric) || !is_of(op->completion, fabric) || op->flag_target % 8)
 		return -EINVAL;
 	if (op->trigger && op->trigger == op->completion)
-		return -EINVAL; /* it would fire itself */
+		return -EINVAL; /* its own completion would fire it */
 	if (op->sender && (!op->head || !op->length))
 		return -EINVAL;
 	if (!op->length)

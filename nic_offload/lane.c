@@ -25,7 +25,7 @@
 #include <errno.h>
 #include <string.h>
 
-#define TOLD_COUNT 256u	     /* records reported to the application together, */
+#define TOLD_COUNT 256u	     /* records are reported to the application when there are so many, */
 #define TOLD_NS 10000000u     /* or after this time: no caller waits for the report */
 #define ENCRYPTED_A_ROUND (1u << 20) /* small, to stay in the cache, and so that the network doesn't wait */
 
@@ -357,7 +357,7 @@ int poll_lanes(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The endpoint is about to be closed: no more acknowledgements go there. */
+/* The endpoint is about to be closed: no more acknowledgements are sent through it. */
 void lanes_forget(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)
 {
 	for (struct tk_lane *lane = fabric->lanes; lane; lane = lane->next)

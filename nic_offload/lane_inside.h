@@ -31,7 +31,7 @@ struct record {
 	struct vault_key key;
 };
 
-/* A write. Staged memory is taken and given back in the order in which pieces are begun. */
+/* A write. Staged memory is allocated and released in the order in which pieces begin. */
 struct piece {
 	struct record *record;
 	struct iovec parts[2]; /* the bytes not written yet */

@@ -13,7 +13,7 @@
 
 #define STUMBLES_MAX 16u     /* attempts at one write: EINTR and EAGAIN are not errors of the drive */
 #define DIRECT_ALIGN 512u
-#define UNHURRIED_COUNT 16u  /* writes that are submitted together where no peer waits for one, */
+#define UNHURRIED_COUNT 16u  /* writes are submitted when there are so many, if no peer waits for one, */
 #define UNHURRIED_NS 500000u /* or after this time */
 #define PIECE_BYTES (512u << 10) /* of a payload that are encrypted and written together */
 

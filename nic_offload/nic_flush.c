@@ -1,6 +1,6 @@
 /*
- * Takes operations back from a NIC with counters of its own (cxi), by a flush of its whole domain: everything that
- * has not fired is dropped without a report; what has fired continues for as long as its peer lets it.
+ * Takes operations back from a NIC with its own counters (cxi), by a flush of its whole domain: everything that has not
+ * fired is dropped without a report; what has fired continues for as long as its peer lets it.
  *
  * What always holds: an operation that is known to have fired is not taken back, so it is not sent twice. Operations
  * that come back wait in our own queue, and are handed over again or cancelled there. If the bytes of an operation

@@ -14,9 +14,9 @@
 #define PAGE TK_TAGGED_PAGE
 #define STAGED_BYTES (8u << 20)	 /* pieces of encrypted records being read, or waiting to be decrypted */
 
-/* A record that is being read. The progress thread's own once it has taken in the work. */
+/* A record that is being read. It belongs to the progress thread once that has taken in the work. */
 struct reading {
-	struct reading *next; /* among those that wait for free pieces */
+	struct reading *next; /* in the list of those that wait for free pieces */
 	struct batch *batch;
 	struct tk_reader *reader;
 	struct work *work; /* NULL: the bytes are no longer wanted */
@@ -30,7 +30,7 @@ struct reading {
 	uint8_t payload_tag[TK_AEAD_TAG];
 };
 
-/* Of a record. Memory is taken and given back in the order in which pieces are begun. */
+/* Part of a record. Memory is allocated and released in the order in which pieces begin. */
 struct piece {
 	struct piece *next; /* in the list of pieces that were read */
 	struct reading *reading;

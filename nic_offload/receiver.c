@@ -25,7 +25,7 @@
 #include <string.h>
 
 #define BYTES_A_ROUND (256u << 10) /* small, so that the network doesn't wait */
-#define TOLD_COUNT 64u /* blocks reported to the application together, */
+#define TOLD_COUNT 64u /* blocks are reported to the application when there are so many, */
 #define TOLD_NS 1000000u /* or after this time, if no peer waits for a word, */
 #define TOLD_AWAITED_NS 300000u /* and if one does, this time after the last report, */
 

@@ -39,7 +39,7 @@ struct tk_aead {
 	uint32_t associated_bytes;
 	uint64_t associated; /* their address */
 };
-int tk_aead_load(char *message); /* message: the library's name; with -ENOENT, why there is none */
+int tk_aead_load(char *message); /* message: the library's name, or the reason for -ENOENT */
 int tk_aead_encrypt(const struct tk_aead *of, const void *from, size_t length, void *to);
 int tk_aead_decrypt(const struct tk_aead *of, const void *from, size_t length, void *to); /* -EBADMSG: wrong tag */
 void tk_wipe(void *secret, size_t length);

@@ -2,7 +2,7 @@
  * The rounds of a fabric, and the progress thread, which runs them whenever no caller does (turn.c).
  *
  * One round: take the inbox, drain completions, check flag words and watched words, compute a bounded piece of CRC,
- * post what is ready, report. After a round that found nothing to do, whoever ran it idles (idle.c).
+ * post what is ready, report. After a round that found nothing to do, the thread that ran it idles (idle.c).
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -10,7 +10,7 @@
 
 #include <sys/prctl.h>
 
-/* Returns -1 when the fabric is being closed, or was given up: a command that the caller counts as lost. */
+/* Returns -1 when the fabric is being closed, or was given up because of a command that its caller counts as lost. */
 static int run_round(struct tk_fabric *fabric)
 {
 	fabric->now_ns = tk_now_ns();

@@ -27,11 +27,11 @@
 #define MANY_BYTES (2u << 20)	 /* of a fetch: more than fits into its caller's cache */
 
 struct shared_block {
-	struct shared_row *told; /* the node's row for this block alone; NULL: the answer to the call has its location */
-	uint64_t until_ns;	 /* its bytes stay until then */
+	struct shared_row *told; /* the node's row for this block; NULL: the answer to the call has its location */
+	uint64_t until_ns;	 /* the node keeps its bytes until then */
 	struct work *watch; /* for the word that ends it in another way; NULL: it is over */
 	uint64_t from, to;
-	struct tk_pieces *pieces; /* it goes there instead of to `to`; NULL: there are none */
+	struct tk_pieces *pieces; /* its destination instead of `to`; NULL: none */
 	struct pieces_end end;
 	uint32_t length, skip, part; /* a `part` of 0: all */
 	uint32_t crc32c;

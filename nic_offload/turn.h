@@ -14,7 +14,7 @@ void turn_use(struct turn *turn);
 void turn_let_go(struct turn *turn); /* frees it with its last user */
 
 /* On the progress thread. */
-void turn_end(struct turn *turn);    /* there are no more rounds; from now on no caller gets one */
+void turn_end(struct turn *turn);    /* no more rounds: from now on no caller gets the turn */
 void turn_sleeps(struct turn *turn); /* a caller may take the turn while the thread sleeps ... */
 void turn_wakes(struct turn *turn);  /* ... and a caller that took it keeps it until it leaves */
 void turn_pass(struct turn *turn);   /* between rounds: lets waiting callers run rounds, until they have left */

@@ -8,8 +8,8 @@
  * position is one.
  *
  * A session is *broken* once a block was removed from its middle (expired or deleted): blocks after the gap can't be
- * used, and it is unknown whether the gap will be filled. Positions that never had a block break nothing: those blocks
- * may be on another drive.
+ * used, and it is unknown whether the gap will be filled. Positions that never had a block don't break a session: those
+ * blocks may be on another drive.
  *
  * Always holds: `followed` of a row is the number of sessions in which a block comes after it. All operations are O(1),
  * except adding a block out of order or removing one from a session's middle (a bisection, and 4 bytes to move for each

@@ -295,8 +295,8 @@ uint64_t keep_extents_after(const keep_extents *e, uint64_t page, uint64_t *out,
 	return count;
 }
 
-/* The starts of the extents of the longest length below `below`, in the order in which they got it. Returns how many;
- * `length` is set to that length, 0 if there is none. */
+/* The starts of the extents of the longest length below `below`, in the order in which they reached that length.
+ * Returns how many; `length` is set to that length, 0 if there is none. */
 uint64_t keep_extents_of_length(const keep_extents *e, uint64_t below, uint64_t *out, uint64_t room, uint64_t *length)
 {
 	struct keep_place place = keep_runs_find(&e->by_length, below, 0);

@@ -3,7 +3,7 @@
  * It has eight levels of 64 buckets, each level 64 times as coarse as the one before. A row is in the level of the
  * highest digit (in base 64, of its tick) in which it differs from the wheel's own tick, in the bucket of that digit.
  * So the lowest bucket of the lowest occupied level is always the next, and the wheel jumps from one occupied bucket to
- * the next, however much time is between them. When the time of a bucket begins, its rows are due or move to the levels
+ * the next, whatever the time between them. When the time of a bucket begins, its rows are due or move to the levels
  * below.
  *
  * Always holds:
