@@ -35,7 +35,7 @@ struct tk_caller {
 	uint32_t waiting; /* calls without a place */
 	uint64_t waiting_bytes;
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	struct tk_caller *next;
 	struct queue unplaced;
 

@@ -185,8 +185,8 @@ struct tk_lane_setup {
 	uint64_t tag; /* of its events */
 	int32_t fd;   /* the drive, open for direct I/O */
 	uint32_t depth; /* writes at a time */
-	uint8_t magic[8]; /* of a record's header, */
-	uint16_t version, kind; /* and what follows that */
+	uint8_t magic[8]; /* of a record's header */
+	uint16_t version, kind; /* of a record's header, too */
 	uint32_t bytes_max; /* bytes under way, or one block of any size; beyond that the application schedules writes */
 	uint8_t secret[TK_TAGGED_KEY], name[TK_TAGGED_NAME]; /* key and name for headers' tags */
 	struct tk_encryption encryption;
@@ -258,8 +258,8 @@ int tk_lane_hear(struct tk_lane *lane, struct tk_written *out, int out_max);
 struct tk_reader_setup {
 	int32_t fd;	/* the drive, open for direct I/O */
 	uint32_t depth; /* reads at a time */
-	uint8_t magic[8]; /* of a record's header, */
-	uint16_t version, kind; /* and what follows that */
+	uint8_t magic[8]; /* of a record's header */
+	uint16_t version, kind; /* of a record's header, too */
 	uint32_t zero;
 	uint8_t secret[TK_TAGGED_KEY], name[TK_TAGGED_NAME]; /* key and name for headers' tags */
 	struct tk_encryption encryption; /* of encrypted records; if its vault is NULL there are none */

@@ -1,6 +1,5 @@
 /*
- * What is shared between calls from any thread (fabric.c, handles.c, inbox.c) and the progress thread (all other
- * files).
+ * State shared between calls from any thread (fabric.c, handles.c, inbox.c) and the progress thread (all other files).
  *
  * Work moves in one direction: a caller fills free items under `inbox_lock` and links them into the inbox; the progress
  * thread takes the whole inbox at once and owns each item until its end; then the item returns to the free list. Only
@@ -88,8 +87,8 @@ struct work {
 	struct tk_desk *desk;
 	/* Of a put by grant or a call, and of the watch for the peer's answer. */
 	struct work *partner; /* the put's watch, or the watch's put; NULL: it has ended, or there was none */
-	uint32_t grant;	      /* one more than the slot, or the place; 0: none */
-	uint32_t word;	      /* one more than a put's acknowledgement word */
+	uint32_t grant;	      /* the slot, or the place, plus one; 0: none */
+	uint32_t word;	      /* a put's acknowledgement word plus one */
 	struct tk_sender *sender; /* of the watch, and so is `caller` */
 	struct tk_caller *caller;
 	struct called *called; /* of a call's put */
@@ -131,7 +130,7 @@ struct tk_counter {
 	int is_shared;	      /* by batches of puts that wait for the same word; none of them moves it */
 	int failed;	      /* atomic: the errno of the first operation that failed to move it; 0: none */
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	uint64_t mirrored; /* the value of `word` up to which `nic` has been moved */
 	struct waiting *heap;
 	uint32_t count, capacity;
@@ -157,7 +156,7 @@ struct watches {
  * copy of its argument, because the thread may still be executing it when the caller no longer waits. */
 #define NOT_YET INT_MIN /* the command is run again when a flush has ended */
 struct command {
-	struct command *next; /* put off */
+	struct command *next; /* postponed */
 	int (*run)(struct tk_fabric *fabric, void *argument);
 	int result;
 	int done;
@@ -201,8 +200,8 @@ struct tk_endpoint {
 	uint16_t port; /* of TCP, in the network's order; 0: none */
 	struct seal seal; /* set before anything goes through it */
 
-	/* The progress thread's own. Each endpoint has its own queue and its own share of the wire, so that a
-	 * peer that accepts nothing, or can't be reached, doesn't hold up others. */
+	/* Used only by the thread that runs the rounds. Each endpoint has its own queue and its own share of the wire,
+	 * so that a peer that accepts nothing, or can't be reached, doesn't hold up others. */
 	struct queue ready;
 	struct tk_endpoint *next_ready;
 	int is_ready; /* it is in the fabric's list */
@@ -211,7 +210,7 @@ struct tk_endpoint {
 	int stalled; /* the provider accepted nothing at the last attempt; it may still be connecting to the peer */
 	uint64_t stalled_ns; /* since when; atomic */
 	uint64_t again_ns; /* when to try again */
-	int has_sent, has_broken; /* the second is atomic */
+	int has_sent, has_broken; /* `has_broken` is atomic */
 	struct shared_words shared_words;
 	struct shared_reads shared_reads;
 	int doorbell; /* the peer's, if it is on this machine and gets words without the fabric */
@@ -284,13 +283,13 @@ struct tk_fabric {
 	size_t order_max; /* messages of up to this many bytes are written in order, their flag last; 0: none */
 	int keeps_order;  /* words to one place arrive in order */
 	uint32_t posted_max; /* puts of one endpoint on the wire at a time */
-	int streams;	  /* its connections are of TCP, and end with their endpoint */
+	int streams;	  /* its connections are TCP, and end with their endpoint */
 	int loses_context; /* for writes without a context, see library.h; words are written with `word_context` */
 	struct fi_context2 word_context;
 	int shows_breaks; /* it accepts nothing only if there is no connection */
 	int confirms; /* delivery must be requested: otherwise a completion means only that the write was sent */
 	int wake_fd, event_fd;
-	struct turn *turn; /* decides which thread runs the rounds, and so uses the progress thread's fields */
+	struct turn *turn; /* decides which thread runs the rounds */
 	int is_serving;	   /* atomic: the fabric has a receiver, lanes or a shelf */
 	int sleep_fd; /* the descriptors the thread sleeps on: `wake_fd`, bells, and known sockets */
 	pthread_t thread;
@@ -315,7 +314,7 @@ struct tk_fabric {
 	uint32_t free_least; /* of `free_count`, since tk_fabric_shrink was last called */
 	uint64_t sequence;
 	struct command *command;
-	struct command *put_off; /* the thread's own */
+	struct command *put_off; /* used only by the thread that runs the rounds */
 	uint64_t answer_ns; /* the deadline for the thread to answer a call */
 	int stuck;	    /* atomic: the thread has missed it once, and gets no more calls */
 	int stop, ended;
@@ -329,7 +328,7 @@ struct tk_fabric {
 	uint32_t events_first, events_capacity;
 	int signalled;
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	struct work *all;
 	struct queue summing;
 	struct queue shared; /* WORK_SHARED */
@@ -363,7 +362,7 @@ struct tk_fabric {
 	uint64_t doubt_ns, doubt_next_ns;  /* the pause between searches after a movement without a wake-up, and its end */
 	int doubts;			   /* the next search is one of these */
 	int sockets_found;		   /* new ones, in the last search */
-	uint64_t started_ns, busy_ns; /* the latter: when a round last found something to do */
+	uint64_t started_ns, busy_ns; /* `busy_ns`: when a round last found something to do */
 	struct work *finished;
 	struct tk_event *pending;
 	uint32_t pending_count, pending_capacity;
@@ -383,15 +382,15 @@ int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *fabric,
 		  size_t argument_bytes);
 
 void endpoint_free(struct tk_endpoint *endpoint); /* handles.c */
-struct work *take_free_work(struct tk_fabric *fabric, uint32_t count); /* inbox.c; the progress thread's */
+struct work *take_free_work(struct tk_fabric *fabric, uint32_t count); /* inbox.c; on the progress thread */
 
 struct cancellation {
-	struct tk_desk *desk; /* NULL, or cancels what this desk reads, by the generations of its words */
+	struct tk_desk *desk; /* the desk whose reads are cancelled, by the generations of its words; or NULL */
 	uint64_t count;
 	uint64_t tags[];
 };
 
-/* Commands that need the thread's own lists. Endpoints and counters are passed as a pointer to their pointer. */
+/* Commands that need the thread's lists. Endpoints and counters are passed as a pointer to their pointer. */
 int core_cancel(struct tk_fabric *fabric, void *cancellation);
 int core_close_endpoint(struct tk_fabric *fabric, void *endpoint);
 int core_flush(struct tk_fabric *fabric, void *unused);

@@ -140,7 +140,7 @@ int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max)
 	return (int)count;
 }
 
-/* --- the progress thread's */
+/* --- the progress thread */
 
 uint32_t lanes_home(const struct tk_lanes *lanes, const uint8_t *name)
 {

@@ -46,7 +46,7 @@ struct tk_lane {
 	struct tk_lane *next;
 	struct tk_lane_setup setup;
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	struct io_uring ring;
 	int event_fd; /* rung when a write has ended */
 	struct record *records; /* a ring of `depth` */

@@ -181,7 +181,7 @@ int tk_reader_put(struct tk_reader *reader, struct tk_region *region, uint64_t t
 	return status;
 }
 
-/* --- the progress thread's */
+/* --- the progress thread */
 
 void reader_begin(struct work *work)
 {

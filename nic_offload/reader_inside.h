@@ -59,7 +59,7 @@ struct tk_reader {
 	struct tk_reader *next;
 	struct tk_reader_setup setup;
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	struct io_uring ring;
 	int event_fd; /* rung when a read has ended */
 	struct reading *first, *last; /* those that wait for free pieces */

@@ -33,7 +33,7 @@ struct tk_receiver {
 	struct tk_fabric *fabric;
 	struct tk_shelf *shelf;
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	struct tk_receiver *next;
 	struct tk_endpoint *endpoint; /* NULL: it is closed, or the peer has broken the protocol */
 	struct flag *awaited; /* by slot */

@@ -280,7 +280,7 @@ static int settle(struct tk_receiver *receiver)
 	reading->code = code_of(receiver, &came);
 	pthread_mutex_lock(&receiver->lock);
 	if (came.listed && receiver->later_count)
-		came.under_way = LATER; /* behind those */
+		came.under_way = LATER; /* behind the blocks that already wait */
 	else if (came.listed)
 		reading->record = hand_over(receiver, &came);
 	if (!reading->code || reading->code == receiver->setup.landed_code) {

@@ -31,7 +31,7 @@ struct tk_sender {
 	struct tk_sender_setup setup;
 	struct tk_fabric *fabric;
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	struct tk_sender *next;
 	struct queue ungranted;
 	uint64_t *generations; /* generation of each slot's next put */

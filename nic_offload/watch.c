@@ -83,7 +83,7 @@ int poll_acks(struct tk_fabric *fabric)
 		watch->before = value;
 		value = ack_in(&work->ack, value);
 		uint32_t code = value & ((1u << ACK_CODE_BITS) - 1);
-		if (code <= work->code) { /* codes only rise: this word had arrived before */
+		if (code <= work->code) { /* codes only rise: this word has arrived before */
 			fabric->statistics.stale_words++;
 			continue;
 		}
