@@ -176,7 +176,7 @@ static struct called *write_call(struct tk_caller *caller, const struct tk_call 
 	return called;
 }
 
-/* The words in which the node reports each block's arrival, or why it did not arrive. */
+/* Watches the words in which the node reports each block's arrival, or why it did not arrive. */
 static void watch_blocks(const struct tk_caller *caller, const struct tk_call *call, const char *rows,
 			 struct shared_fetch *fetch)
 {

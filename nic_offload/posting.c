@@ -14,10 +14,10 @@
 #define COMPLETIONS_A_ROUND 64
 #define STALL_SHARE 8 /* a stalled endpoint is retried after an eighth of the time it has been stalled, */
 #define STALL_PAUSE_NS_MAX 1000000000u /* at most a second: each attempt at a lost peer costs a connection */
-#define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond, */
-#define MOVED_RESTED_NS 25000u /* and up to twenty after a nap */
-#define TOO_LATE 2 /* result of posting a put after its deadline, */
-#define TOLD 3	   /* and of posting one that the peer reads itself */
+#define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond */
+#define MOVED_RESTED_NS 25000u /* up to 20 us after a nap */
+#define TOO_LATE 2 /* result of posting a put after its deadline */
+#define TOLD 3	   /* result of posting a put that the peer reads itself */
 
 /* Whether its completion means arrival, confirmed by the peer's side. Otherwise arrival is known elsewhere, or not
  * needed. */

@@ -20,7 +20,7 @@ struct reading {
 	struct batch *batch;
 	struct tk_reader *reader;
 	struct work *work; /* NULL: the bytes are no longer wanted */
-	uint32_t size, begun, over; /* bytes: in total; of pieces begun; of pieces finished */
+	uint32_t size, begun, over; /* bytes in total, of pieces begun, and of finished pieces */
 	int failed;
 	uint64_t offset;
 	uint64_t place; /* of a cold block: its generation and CRC are taken from its header */

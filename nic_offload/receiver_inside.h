@@ -43,13 +43,13 @@ struct tk_receiver {
 
 	pthread_mutex_t lock; /* for all that follows */
 	const struct tk_lanes *lanes;
-	int is_limited;	     /* to these pages: */
-	uint64_t lent_pages; /* that blocks may take on lanes from now on */
+	int is_limited;	     /* blocks may take only `lent_pages` on lanes */
+	uint64_t lent_pages; /* pages that blocks may still take on lanes */
 	struct tk_room *rooms;
 	uint32_t rooms_count, rooms_capacity;
 	struct tk_came *came;
 	uint32_t came_count, came_capacity; /* the count is atomic, because it is read without the lock */
-	uint32_t later_count; /* how many of those wait for a lane; written atomically, because it is read without the lock */
+	uint32_t later_count; /* how many of them wait for a lane; atomic, because it is read without the lock */
 	int is_call_next;     /* the application is about to get a call, and takes these with it */
 	uint32_t on_lanes; /* blocks handed to lanes since the application last took some */
 	uint32_t wanted_pages, starved;

@@ -185,7 +185,7 @@ void record_payload_tag(const char *page, uint8_t tag[TK_AEAD_TAG])
 	memcpy(tag, page + offsetof(struct encrypted_fixed, payload_tag), TK_AEAD_TAG);
 }
 
-/* --- the application's: whole records */
+/* --- whole records, for the application */
 
 static int encrypt_one(struct record_stream *stream, const struct tk_encryption *with, const struct tk_to_encrypt *row)
 {

@@ -83,7 +83,7 @@ void tk_free_secret_pages(void *pages, size_t bytes); /* wiped */
 #define TK_SALT_BYTES 16
 struct tk_encryption {
 	struct tk_vault *vault; /* NULL: records are not encrypted */
-	const uint8_t *secret; /* of the tags of encrypted records' headers: TK_TAGGED_KEY bytes, which stay where they are */
+	const uint8_t *secret; /* for tags of encrypted records' headers: TK_TAGGED_KEY bytes, which must not move */
 	uint8_t salt[TK_SALT_BYTES];   /* random, new each time the drive is opened */
 	uint8_t drive[TK_TAGGED_NAME];
 };

@@ -12,8 +12,8 @@
  * gets the bytes of that moment or refuses them. On a sealed connection the head has a tag for its slot and generation.
  *
  * If the node is on the same machine and its slots are mapped here, payload, head and flag are copied into them, in
- * this order, without a message, and the node's doorbell is rung (shared_puts.c). The head is made in memory of our
- * own, since the node can write to a slot at any time.
+ * this order, without a message, and the node's doorbell is rung (shared_puts.c). The head is made in private memory,
+ * since the node can write to a slot at any time.
  *
  * What it doesn't do: hand puts to a NIC's deferred work; the agent fires them.
  */
@@ -25,7 +25,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
+#define BYTES_A_STEP (16u << 10) /* copied, and checksummed while they are in the cache */
 
 struct tk_sender {
 	struct tk_sender_setup setup;
@@ -165,7 +165,7 @@ int tk_sender_close(struct tk_sender *sender)
 	return status;
 }
 
-/* Where the put's head is made: the end of its slot's page. */
+/* The place where the put's head is made: at the end of its slot's page. */
 static struct tk_put_head *head_of(const struct work *work)
 {
 	const struct tk_sender_setup *setup = &work->op.sender->setup;
@@ -225,7 +225,7 @@ void *sender_head_desc(const struct work *work)
 	return work->op.sender->setup.region->desc;
 }
 
-/* The words in which the node reports its outcome. */
+/* Watches the words in which the node reports the put's outcome. */
 static int watch_words(struct tk_fabric *fabric, struct work *work, struct work *watch)
 {
 	const struct tk_operation *op = &work->op;

@@ -23,7 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
+#define BYTES_A_STEP (16u << 10) /* copied, and checksummed while they are in the cache */
 #define MANY_BYTES (2u << 20)	 /* of a fetch: more than fits into its caller's cache */
 
 struct shared_block {
