@@ -169,7 +169,7 @@ void rest_overslept(struct tk_fabric *fabric)
 	fabric->doubts = 1;
 }
 
-/* Adjusts the pause between such searches after one of them. */
+/* After any search: adjusts the pause between those without a wake-up. */
 static void doubt_less(struct tk_fabric *fabric, uint64_t now_ns)
 {
 	if (fabric->sockets_found)

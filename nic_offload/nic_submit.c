@@ -122,8 +122,8 @@ static int counts_as_a_nic_does(const struct tk_operation *op)
 	return !has_counter(op) || (op->step == 1 && !(op->flags & TK_SET_COUNTER));
 }
 
-/* Whether the NIC can hold it. It can't hold a put with a checksum, which must be computed here first, a put of pieces,
- * which must be gathered, or a put by grant, which gets its slot when it fires. */
+/* Whether the NIC can hold it. Not if its bytes must be checksummed, or gathered from pieces, which is done here, or if
+ * it is a put by grant, which gets its slot when it fires. */
 static int may_be_held(const struct tk_fabric *fabric, const struct work *work)
 {
 	const struct tk_operation *op = &work->op;

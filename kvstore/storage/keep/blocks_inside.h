@@ -1,4 +1,4 @@
-/* Shared by the blocks_*.c files and blocks.c. */
+/* Shared by blocks.c, blocks_change.c, blocks_file.c and blocks_load.c. */
 #ifndef KEEP_BLOCKS_INSIDE_H
 #define KEEP_BLOCKS_INSIDE_H
 

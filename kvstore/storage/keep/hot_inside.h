@@ -14,11 +14,11 @@ enum { KEEP_HOT_UNUSED, KEEP_HOT_PROBATION, KEEP_HOT_PROTECTED, KEEP_HOT_GONE, K
 struct keep_piece {
 	uint64_t generation; /* of the record that it is kept as; 0: none */
 	uint64_t name;	     /* a digest of that record's name; 0: none, or another piece has it */
-	uint64_t known_as;   /* its number in `keep_uses` while such uses outlive its record; 0: none */
+	uint64_t known_as;   /* its number in `keep_uses` while such uses go on, though it isn't kept; 0: none */
 	uint32_t start, pages; /* `pages` 0: not in use */
 	uint32_t users;
 	uint32_t owner;
-	uint32_t wipes; /* passes over free pages until it was last known not to have an erased record */
+	uint32_t wipes; /* `wipes` of the memory when it was last known not to have an erased record */
 	uint8_t is_protected, is_erased;
 };
 
