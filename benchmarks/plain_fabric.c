@@ -1,16 +1,16 @@
 /*
- * The provider's own speed, without any of our code: writes into another process, and 8-byte words back and forth.
+ * Measures the provider without any of our code: writes to another process, and 8-byte words back and forth.
  *
  *   plain_fabric PROVIDER
  *
- * prints a line about itself (address, and where its memory and its words are), reads its peer's, and then does what
- * each line of its standard input says, until that ends:
+ * prints a line with its address and the location of its memory and its words, reads its peer's line, and then executes
+ * the commands on its standard input, one a line, until end of file:
  *
  *   serve N            write the word back N times, each time it has become the next number
  *   write BYTES COUNT  write COUNT blocks, then a word; prints the nanoseconds until the word came back
  *   word N             write a word and wait until it came back, N times; prints the nanoseconds in all
  *
- * One thread that spins, as the fastest of programs would, and lets others run now and then.
+ * One thread, which spins, as the fastest program would, and yields now and then.
  */
 #include <inttypes.h>
 #include <rdma/fabric.h>
@@ -82,7 +82,7 @@ static void await_word(void)
 	for (unsigned spins = 1; words[0] < received; spins++) {
 		progress();
 		if (spins % SPINS == 0)
-			sched_yield(); /* sockets has a thread of its own, and the machine others */
+			sched_yield(); /* `sockets` has its own thread, and other processes need the core too */
 		if (spins % 65536 == 0 && now_ns() > until_ns)
 			must("waiting for the word", -FI_ETIMEDOUT);
 	}
@@ -136,7 +136,7 @@ static struct fi_info *choose(const char *provider)
 	hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
 	hints->fabric_attr->prov_name = strdup(provider);
 	if (!strcmp(provider, "shm"))
-		hints->tx_attr->msg_order = FI_ORDER_WAW; /* as it is used with keys that are checked */
+		hints->tx_attr->msg_order = FI_ORDER_WAW; /* as in our code, so that shm checks keys */
 	int local = !strcmp(provider, "shm");
 	must("looking for the provider",
 	     fi_getinfo(FI_VERSION(1, 17), local ? NULL : "127.0.0.1", NULL, local ? 0 : FI_SOURCE, hints, &info));

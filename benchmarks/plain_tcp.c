@@ -1,10 +1,10 @@
 /*
- * What a round trip of TCP costs without any of our code: so many bytes one way over loopback, eight bytes back.
+ * Measures a TCP round trip over loopback without any of our code: BYTES one way, eight bytes back.
  *
  *   plain_tcp BYTES ROUNDS spin|block IDLE_US
  *
- * prints the median of the rounds in nanoseconds. Two processes; with `spin` neither ever sleeps in a call, with `block`
- * both do. Before each round it is idle for IDLE_US.
+ * prints the median of the rounds in nanoseconds. Two processes: with `spin` neither sleeps in a system call, with
+ * `block` both do. It is idle for IDLE_US before each round.
  */
 #include <arpa/inet.h>
 #include <errno.h>
@@ -21,7 +21,7 @@
 #include <unistd.h>
 
 #define ROUNDS_MAX 100000
-#define SPINS 64 /* then another process may have the core */
+#define SPINS 64 /* before it yields */
 
 static int flags;
 
@@ -40,7 +40,7 @@ static void must(const char *doing, int ok)
 	exit(1);
 }
 
-/* Returns 0 when the other side is gone. */
+/* Returns 0 if the connection is closed or has failed. */
 static int receive_all(int fd, char *into, size_t length)
 {
 	for (unsigned spins = 0; length;) {

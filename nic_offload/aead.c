@@ -1,12 +1,13 @@
 /*
- * AES-256-GCM, from OpenSSL's libcrypto, or from Intel's IPSec-MB where that is installed and the CPU has VAES: it takes less
- * than half the time of OpenSSL 3.0. The libraries are looked up on first use.
+ * AES-256-GCM, from OpenSSL's libcrypto, or from Intel's IPSec-MB where that is installed and the CPU has VAES: it
+ * takes less than half the time of OpenSSL 3.0. The libraries are looked up on first use.
  *
- * What always holds: a library that doesn't reproduce a test vector of the GCM specification, or accepts a wrong tag, is
- * not used, and IPSec-MB must give libcrypto's bytes and tags for a message in many steps. Nonces are 12 bytes and tags 16.
+ * What always holds: a library that doesn't reproduce a test vector of the GCM specification, or accepts a wrong tag,
+ * is not used, and IPSec-MB must give libcrypto's bytes and tags for a message in many steps. Nonces are 12 bytes and
+ * tags 16.
  *
- * What it doesn't do: prevent the same nonce from being used twice with a key, or hide decrypted bytes before `aead_end`
- * has confirmed the tag. The callers must do both.
+ * What it doesn't do: prevent the same nonce from being used twice with a key, or hide decrypted bytes before
+ * `aead_end` has confirmed the tag. The callers must do both.
  */
 #define _GNU_SOURCE
 #include "aead.h"
@@ -19,7 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define TRIAL_BYTES 20011u /* a message on which to compare two libraries: whole blocks of all sizes that they use, and a rest */
+#define TRIAL_BYTES 20011u /* of the message that compares two libraries: blocks of all sizes, and a rest */
 
 static const struct gcm_library *chosen; /* NULL: there is none */
 static char why_not[TK_AEAD_MESSAGE];
@@ -64,7 +65,7 @@ static int knows_the_vector(const struct gcm_library *library)
 	return right;
 }
 
-/* A message in steps of growing sizes, in place, followed by its tag. */
+/* Encrypts or decrypts a message in place, in steps of growing sizes; its tag follows it. */
 static int move_in_steps(struct aead *aead, int decrypts, const uint8_t *key, uint8_t *message)
 {
 	int status = aead_begin(aead, decrypts, key, message + 7, message, 5);
@@ -75,7 +76,7 @@ static int move_in_steps(struct aead *aead, int decrypts, const uint8_t *key, ui
 	return status ? status : aead_end(aead, message + TRIAL_BYTES);
 }
 
-/* Whether it gives libcrypto's bytes and tag, and decrypts its own. */
+/* Whether a library produces libcrypto's bytes and tag, and decrypts its own output. */
 static int agrees(const struct gcm_library *library)
 {
 	uint8_t messages[2][TRIAL_BYTES + TK_AEAD_TAG], key[TK_AEAD_KEY];
@@ -155,7 +156,7 @@ void wipe(void *secret, size_t length)
 	explicit_bzero(secret, length);
 }
 
-/* A whole message at once. */
+/* Encrypts or decrypts a whole message. */
 static int in_one(int decrypts, const struct tk_aead *of, const void *from, size_t length, void *to, uint8_t *tag)
 {
 	struct aead *aead = aead_open();

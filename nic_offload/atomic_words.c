@@ -15,8 +15,8 @@ void tk_word_store(void *address, uint64_t value)
 	__atomic_store_n((uint64_t *)address, value, __ATOMIC_RELEASE);
 }
 
-/* A thread that goes to sleep first increments the count and then reads the words, so either the store sees the sleeper or the
- * sleeper sees the store. If the pipe is full, all threads have been woken already. */
+/* A thread that goes to sleep first increments the count and then reads the words, so either the store sees the sleeper
+ * or the sleeper sees the store. If the pipe is full, all threads have been woken already. */
 void tk_word_ring(void *address, uint64_t value, struct tk_bell *bell, int pipe_fd)
 {
 	__atomic_store_n((uint64_t *)address, value, __ATOMIC_SEQ_CST);

@@ -1,5 +1,5 @@
 /*
- * BLAKE2b of short messages: tags of header pages, keys made from other keys, and tags of erase domains.
+ * BLAKE2b of short messages: tags of header pages, derived keys, and tags of erase domains.
  */
 #define _GNU_SOURCE
 #include "blake2b.h"

@@ -14,8 +14,8 @@
 #define CALL_ROWS 4 /* flag: the caller accepts locations of single blocks, in their rows */
 #define CALL_DONE 1  /* code of an answer without bytes */
 #define CALL_WHERE 3 /* code of an answer with the blocks' locations */
-#define BLOCK_WHERE 0x87 /* code of a block's word: it is in the shared memory, see its row. The same as MISS(NODE_AWAY), \
-			    which is what a client that no longer waits for it reads */
+#define BLOCK_WHERE 0x87 /* code of a block's word: it is in the shared memory, see its row. The same as \
+			    MISS(NODE_AWAY), which is what a client that no longer waits for it reads */
 #define ANSWER_BYTES 36864
 #define ANSWER_WHERE 3 /* kind of its bytes */
 #define CALL_ALIGN 8
@@ -50,7 +50,7 @@ struct answer_head {
 	uint8_t kind, zeros[7];
 };
 
-/* One block's place in the node's shared memory. */
+/* The location of one block in the node's shared memory. */
 struct where_row {
 	uint64_t offset;
 	uint32_t crc32c, zero;

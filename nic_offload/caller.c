@@ -1,16 +1,16 @@
 /*
- * The caller: makes a client's calls to its node over the fabric. One step sets up the watches for the words that
- * will answer the call, and the put that brings the call into one of our places and into the same place on the node.
+ * The caller: makes a client's calls to its node over the fabric. One step sets up the watches for the words that will
+ * answer the call, and the put that writes the call into one of our places and from there into the same place on the
+ * node.
  *
- * A call gets its place on the progress thread. If all places are in use it waits; its bytes have been copied and
- * everything it needs is allocated, so it can't be refused later. An answer that frees a place lets the next call
- * go out.
+ * The progress thread assigns the place. If all places are in use the call waits; its bytes are already copied and
+ * everything it needs is allocated, so it can't be refused later. When an answer frees a place, the next call is sent.
  *
- * What always holds: a place is reused only after its answer: after DONE, or after BYTES once the reader has
- * confirmed that it has read them. Calls go out in order, and the generations of a place only rise. A call whose
- * deadline passes before it goes out ends and never goes out; it has used no generation, and its place serves the
- * next call. A call is queued completely or not at all: if it is larger than a place, or too many calls are waiting,
- * it is refused, and the application uses gRPC.
+ * What always holds: a place is reused only after its answer: after DONE, or after BYTES once the reader has confirmed
+ * that it has read them. Calls are sent in order, and the generations of a place only rise. A call whose deadline
+ * passes before it is sent ends and is never sent; it has used no generation, and its place serves the next call. A
+ * call is queued completely or not at all: if it is larger than a place, or too many calls are waiting, it is refused,
+ * and the application uses gRPC.
  *
  * What it doesn't do: read answers, or decide what a failed call means. The application gets both as words or events.
  */
@@ -109,7 +109,7 @@ int tk_caller_free(struct tk_caller *caller)
 	return count > 0 ? count : 0;
 }
 
-/* Under the lock; where the bytes of its answer are. */
+/* Under the lock. The place with the answer to the call of this tag, or -ENOENT. */
 static int find_answer(const struct tk_caller *caller, uint64_t tag)
 {
 	for (int i = 0; i < TK_CALL_PLACES; i++)
@@ -139,7 +139,7 @@ void tk_caller_read(struct tk_caller *caller, uint64_t tag)
 		fabric_wake(caller->fabric);
 }
 
-/* --- a call is made. Any thread. */
+/* --- making a call; any thread */
 
 /* Returns the bytes of a call as they will be put, without the fields that depend on the place. NULL: no memory. */
 static struct called *write_call(struct tk_caller *caller, const struct tk_call *call, const void *metadata,
@@ -176,7 +176,7 @@ static struct called *write_call(struct tk_caller *caller, const struct tk_call 
 	return called;
 }
 
-/* The words in which the node reports each block's arrival, or why it did not arrive. */
+/* Watches the words in which the node reports each block's arrival, or why it did not arrive. */
 static void watch_blocks(const struct tk_caller *caller, const struct tk_call *call, const char *rows,
 			 struct shared_fetch *fetch)
 {
@@ -199,7 +199,7 @@ static void watch_blocks(const struct tk_caller *caller, const struct tk_call *c
 	}
 }
 
-/* Its deadline for going out: not later than its blocks' deadline. */
+/* The deadline for sending a call: not later than its blocks' deadline. */
 static uint64_t goes_out_until(const struct tk_call *call)
 {
 	uint64_t blocks_ns = call->blocks_deadline_ns, answer_ns = call->deadline_ns;
@@ -207,7 +207,7 @@ static uint64_t goes_out_until(const struct tk_call *call)
 }
 
 /* Queued after the watches of its blocks: of deadlines that end together the last one queued is reported first, so the
- * application learns that the call never went out before it learns that a block did not arrive. */
+ * application learns that the call was never sent before it learns that a block did not arrive. */
 static void queue_call(const struct tk_caller *caller, const struct tk_call *call, struct called *called,
 		       struct shared_fetch *fetch)
 {
@@ -250,7 +250,7 @@ int tk_caller_call(struct tk_caller *caller, const struct tk_call *call, const v
 		return -EMSGSIZE;
 	struct shared_fetch *fetch = NULL;
 	int shares = is_fetch && wanted && __atomic_load_n(&caller->shares, __ATOMIC_ACQUIRE);
-	if (shares) /* without memory for that it is an ordinary call */
+	if (shares) /* if there is no memory for this, it is an ordinary call */
 		fetch = shared_fetch(caller, &caller->shared, call->blocks, rows, call_row_bytes(call->kind), wanted);
 	struct called *called = write_call(caller, call, metadata, rows, rows_bytes);
 	if (!called) {

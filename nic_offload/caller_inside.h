@@ -32,10 +32,10 @@ struct tk_caller {
 
 	pthread_mutex_t lock;
 	struct place places[TK_CALL_PLACES];
-	uint32_t waiting; /* calls without a place, and their bytes */
+	uint32_t waiting; /* calls without a place */
 	uint64_t waiting_bytes;
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	struct tk_caller *next;
 	struct queue unplaced;
 

@@ -1,7 +1,7 @@
 /*
- * The progress thread's part of a caller: calls go out, and their answers arrive. caller.c makes the calls.
+ * The progress thread's part of a caller: it sends calls and takes their answers. caller.c makes the calls.
  *
- * What always holds: a call goes out when it has a place, and the place serves another call once the answer was read.
+ * What always holds: a call is sent once it has a place, and the place is reused once the answer has been read.
  */
 #define _GNU_SOURCE
 #include "caller_inside.h"
@@ -81,7 +81,7 @@ static void fill_place(struct work *work, uint32_t number)
 	memcpy((char *)head + called->length, &tag, tag_bytes(setup->endpoint));
 }
 
-/* Gives the call a place, if one is free; then it is ready to be posted. */
+/* Gives the call a place, if one is free; then the call is ready to be posted. */
 static int find_it_a_place(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_caller *caller = work->called->caller;
@@ -155,7 +155,7 @@ uint32_t caller_answered(struct tk_fabric *fabric, struct work *watch, uint32_t 
 	return is_read ? CALL_DONE : code;
 }
 
-/* The end of the put itself. A call that was never posted leaves its place and generation to the next one. */
+/* The put of a call is over. A call that was never posted leaves its place and generation to the next one. */
 void caller_put_over(struct tk_fabric *fabric, struct work *work)
 {
 	struct called *called = work->called;

@@ -1,6 +1,6 @@
 /*
- * Calls for blocks that are not in memory, answered from the drives without the application; see desk_cold.c. A part of the
- * public header, after core.h.
+ * Answers to calls for blocks that are not in memory, from the drives and without the application; see desk_cold.c. A
+ * part of the public header, after core.h.
  */
 #ifndef TRIGGERKV_COLD_H
 #define TRIGGERKV_COLD_H
@@ -9,7 +9,7 @@
 
 /* Shared with the cffi build, as in core.h. */
 /* cdef begin */
-/* Where the record of a name lies: its first page, from bit 0 on, the number of its drive, and the lowest bits of its
+/* The location of a name's record: its first page, from bit 0 on, the number of its drive, and the lowest bits of its
  * generation, so that a later record at the same place isn't mistaken for it. 0: unknown. */
 #define TK_PLACE_DRIVE_BIT 36
 #define TK_PLACE_GENERATION_BIT 41
@@ -23,11 +23,11 @@ struct tk_cold_setup {
 	uint64_t tag;	    /* of TK_CAME: there are answered calls to take */
 	uint64_t bytes_max; /* being read at a time; 0: nothing is read */
 };
-/* From now on calls are answered from these drives, as far as places are known and rooms available. */
+/* From now on calls are answered from these drives, if places are known and rooms are available. */
 void tk_shelf_use_readers(struct tk_shelf *shelf, const struct tk_cold_setup *setup);
-void tk_shelf_place(struct tk_shelf *shelf, const struct tk_place *places, size_t count); /* unlisting a name forgets its place */
+void tk_shelf_place(struct tk_shelf *shelf, const struct tk_place *places, size_t count); /* unlisting forgets it */
 struct tk_cold_state {
-	uint32_t rooms;	       /* that it has, of the size last requested */
+	uint32_t rooms;	       /* number of rooms, of the size last requested */
 	uint32_t wanted_pages; /* that size; 0: none yet */
 };
 /* Rooms for blocks that are read. Used ones return with the calls; unused ones are taken back here. */

@@ -1,8 +1,8 @@
 /*
- * Commands that callers wait for, on the progress thread.
+ * Commands, which the progress thread executes while their callers wait.
  *
- * What always holds: each is answered once. One that needs a flush of the NIC is put off until the flush has ended; all
- * others are executed meanwhile.
+ * What always holds: each is answered once. A command that needs a flush of the NIC is postponed until the flush has
+ * ended; all others are executed meanwhile.
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -33,7 +33,7 @@ void run_command(struct tk_fabric *fabric, struct command *command)
 	fabric->put_off = command;
 }
 
-/* Before anything is handed to the NIC again. */
+/* Runs before any operation is handed to the NIC again. */
 int run_put_off(struct tk_fabric *fabric)
 {
 	if (!nic_end_flush(fabric))

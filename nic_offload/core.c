@@ -1,6 +1,6 @@
 /*
- * What the progress thread does with queued work: takes it in, cancels it, ends it at its deadline, and drops it with its
- * endpoint.
+ * The progress thread's handling of queued work: it takes work in, cancels it, ends it at its deadline, and drops it
+ * with its endpoint.
  */
 #define _GNU_SOURCE
 #include "call.h"
@@ -47,7 +47,7 @@ static int is_get(const struct work *work)
 	return work->kind == WORK_OPERATION && work->op.flags & TK_GET;
 }
 
-/* Removes an item from whatever it waits in. False if its bytes are already on the wire, or have moved. */
+/* Removes an item from wherever it waits. False if its bytes are already on the wire, or have moved. */
 static int withdraw(struct tk_fabric *fabric, struct work *work)
 {
 	switch (work->state) {
@@ -94,7 +94,7 @@ static int is_wanted(const struct cancellation *wanted, const struct work *work)
 	return first < wanted->count && wanted->tags[first] == tag;
 }
 
-/* From a NIC with counters of its own, operations can only be taken back by a flush, which takes back all of them. */
+/* From a NIC with its own counters, operations can only be taken back by a flush, which takes back all of them. */
 static int flush_if_held(struct tk_fabric *fabric, const struct cancellation *wanted)
 {
 	if (!fabric->nic.own_counters || !fabric->nic.held)
@@ -105,7 +105,7 @@ static int flush_if_held(struct tk_fabric *fabric, const struct cancellation *wa
 	return 0;
 }
 
-/* Taking one back may end another whose chain has failed: it stays in the list that is walked, as ended. */
+/* Taking one back may end another one whose chain has failed: it stays in the list that is walked, as ended. */
 static int cancel_all(struct tk_fabric *fabric, const struct cancellation *wanted)
 {
 	int cancelled = 0;
@@ -133,7 +133,7 @@ int core_flush(struct tk_fabric *fabric, void *unused)
 	return cancel_all(fabric, NULL);
 }
 
-/* What the endpoint still has to do is dropped. Landed blocks are in our memory and stay landed. */
+/* Drops everything that the endpoint still has to do. Landed blocks are in our memory and stay landed. */
 static void withdraw_all(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	for (struct work *work = fabric->all, *after; work; work = after) {
@@ -181,9 +181,9 @@ static int may_still_post(const struct tk_endpoint *endpoint, uint64_t now_ns)
 	return endpoint->stalled && now_ns - endpoint->stalled_ns < DRAIN_NS;
 }
 
-/* Messages on the wire get a moment to arrive. Not every provider takes them back when its endpoint is closed: a peer of
- * shm may read one later, and crashes if it can't find its sender; a peer of sockets is left with half a message; and rxm,
- * which returns unfinished ones, sometimes crashes in doing so. */
+/* Messages on the wire get a moment to arrive. Not every provider cancels them when its endpoint is closed: a peer of
+ * shm may read one later, and crashes if it can't find its sender; a peer of `sockets` is left with half a message; and
+ * rxm, which does cancel them, sometimes crashes in doing so. */
 static void drain_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	uint64_t until_ns = tk_now_ns() + DRAIN_NS;
@@ -208,9 +208,9 @@ static void close_regions_of(struct tk_fabric *fabric, const struct tk_endpoint 
 	pthread_mutex_unlock(&fabric->handle_lock);
 }
 
-/* The endpoint's operations are not reported: its owner, which closes it, knows that all are over. The provider may have
- * put completions into the queue before the endpoint went, and those are taken before the items go; one whose
- * completions may come later still (it has a thread of its own) keeps the items until they come. */
+/* The endpoint's operations are not reported: its owner, which closes it, knows that all are over. Completions that the
+ * provider queued before the endpoint was closed are taken before the items are freed. A provider with its own thread
+ * may complete an operation later still: then the items are kept until it does. */
 int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	if (fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint) && nic_flush(fabric) == NOT_YET)
@@ -255,8 +255,8 @@ int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 	return close_endpoint(fabric, *(struct tk_endpoint **)argument);
 }
 
-/* Bytes on the wire can't be recalled, and landed bytes are only being checksummed. Operations at a NIC with counters of
- * its own could be, but a flush for each deadline would delay everything else by a second. */
+/* Bytes on the wire can't be recalled, and landed bytes are only being checksummed. Operations at a NIC with its own
+ * counters could be, but a flush for each deadline would delay everything else by a second. */
 static int may_expire(const struct work *work)
 {
 	return work->state == WORK_WAITING || work->state == WORK_UNGRANTED || work->state == WORK_HELD ||
@@ -297,7 +297,7 @@ int expire(struct tk_fabric *fabric)
 	return 1;
 }
 
-/* Returns whether there was anything; -1 when the fabric is being closed. */
+/* Returns whether there was work; -1 when the fabric is being closed. */
 int take_inbox(struct tk_fabric *fabric)
 {
 	if (!__atomic_exchange_n(&fabric->posted_something, 0, __ATOMIC_SEQ_CST))
@@ -308,7 +308,7 @@ int take_inbox(struct tk_fabric *fabric)
 	struct command *command = fabric->caller_runs ? NULL : fabric->command;
 	int stop = fabric->stop;
 	fabric->is_recalled = fabric->caller_runs && (fabric->command || stop);
-	if (command) { /* the next caller may give one */
+	if (command) { /* the next caller may queue one */
 		fabric->command = NULL;
 		pthread_cond_broadcast(&fabric->command_done);
 	}

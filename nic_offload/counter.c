@@ -1,8 +1,8 @@
 /*
  * Counters, and the agent: operations that wait for a counter, lowest threshold first.
  *
- * What always holds: an operation leaves its heap once, and fires only when the counter has reached its threshold.
- * After an operation failed to move a counter, nothing that waits for this counter fires any more.
+ * What always holds: an operation leaves its heap once, and fires only when the counter has reached its threshold. Once
+ * an operation has failed to move a counter, no operation that waits for the counter fires.
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -195,7 +195,7 @@ static int poll_counter(struct tk_fabric *fabric, struct tk_counter *counter)
 	}
 	if (counter->nic && counter->count)
 		busy |= nic_hand_over(fabric, counter);
-	if (!counter->word && counter->count && !fabric->nic.flushing) /* those for which the NIC has no room */
+	if (!counter->word && counter->count && !fabric->nic.flushing) /* operations for which the NIC has no room */
 		busy |= fire_reached(fabric, counter, counter_value(counter));
 	return busy;
 }
@@ -253,8 +253,8 @@ void free_closed_counters(struct tk_fabric *fabric)
 	pthread_mutex_unlock(&fabric->handle_lock);
 }
 
-/* Resets it to zero, without a failure: only while nothing waits for it and nothing is to move it. Failed operations that a
- * NIC still holds prevent it too; a flush removes them. */
+/* Resets it to zero, and clears its failure: only while no operation waits for it or is to move it. Failed operations
+ * that a NIC still holds prevent it too; a flush removes them. */
 int core_reset_counter(struct tk_fabric *fabric, void *argument)
 {
 	struct tk_counter *counter = *(struct tk_counter **)argument;

@@ -29,7 +29,7 @@ int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_bell *bell, 
 	if ((uintptr_t)word % 8)
 		return -EINVAL;
 	if (bell && rest_hear(fabric, pipe_fd))
-		bell = NULL; /* it is checked now and then all the same */
+		bell = NULL; /* it is still polled now and then */
 	struct tk_counter *counter = calloc(1, sizeof *counter);
 	if (!counter)
 		return -ENOMEM;
@@ -60,7 +60,7 @@ int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_bell *bell, 
 	return 0;
 }
 
-/* The thread frees it once nothing waits for it and nothing is to move it; the caller doesn't wait for that. */
+/* The thread frees it once no operation waits for it or is to move it; the caller doesn't wait for that. */
 int tk_counter_close(struct tk_counter *counter)
 {
 	struct tk_fabric *fabric = counter->fabric;
@@ -79,7 +79,7 @@ int tk_counter_close(struct tk_counter *counter)
 }
 
 /* A counter over a word, in use until `counter_put_down`. Batches that wait for the same word share it, and it is freed
- * after the last of them. As long as one of them waits the word stays mapped: so it is the same word and the same bell. */
+ * after the last of them. The word stays mapped while a batch waits, so it is the same word, with the same bell. */
 int counter_over_word(struct tk_fabric *fabric, void *word, struct tk_bell *bell, int pipe_fd, struct tk_counter **out)
 {
 	pthread_mutex_lock(&fabric->handle_lock);
@@ -138,7 +138,7 @@ struct movement {
 	int set;
 };
 
-/* On the thread where there is deferred work: it may replace the NIC's counter. */
+/* Runs on the progress thread if the NIC has the value, because the thread may replace the NIC's counter. */
 static int move(struct tk_fabric *fabric, void *argument)
 {
 	struct movement *movement = argument;

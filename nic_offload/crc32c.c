@@ -16,13 +16,13 @@
 
 #define POLYNOMIAL 0x82f63b78u
 #define LANE_BYTES 2048u
-#define ISAL_BYTES_MAX (1u << 30) /* of one call, which counts them in an int */
+#define ISAL_BYTES_MAX (1u << 30) /* per call: it counts bytes in an int */
 #define CHECK_VALUE 0xe3069283u	  /* of the digits 1 to 9, as in RFC 3720 */
 
 static uint32_t byte_table[8][256];
 static uint32_t lane_shift[4][256]; /* what LANE_BYTES zeros do to each byte of a CRC */
 static int has_instruction;
-static uint32_t (*isal_crc32_iscsi)(const uint8_t *data, int length, uint32_t crc); /* NULL: it is not here */
+static uint32_t (*isal_crc32_iscsi)(const uint8_t *data, int length, uint32_t crc); /* NULL: not installed */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static uint32_t table_bytes(uint32_t crc, const uint8_t *at, size_t length)

@@ -2,12 +2,12 @@
  * The desk: receives the calls of one peer. The progress thread answers those that the shelf can serve completely.
  *
  * `kvstore/wire/fabric_call.py` describes a call. It is copied before it is examined, because the caller can still
- * write to it. If it is a valid fetch that requests nothing but blocks, and all of these are on the shelf, each
- * block goes out like any put with a checksum, followed by its acknowledgement, and the desk waits for the next call.
- * A record of what was served is kept for the application. A call that asks how many blocks of a list are stored is
- * answered if all are on the shelf. Any other call becomes an ordinary landing, and the application answers it. A peer on this machine that has mapped the shelf's region may request the blocks' locations
- * instead of their bytes (shared.c). Blocks that are not in memory, but whose places on the drives are known, are read
- * from there (desk_cold.c).
+ * write to it. If it is a valid fetch that requests nothing but blocks, and all of these are on the shelf, each block
+ * is sent like any put with a checksum, followed by its acknowledgement, and the desk waits for the next call. A record
+ * of what was served is kept for the application. A call that asks how many blocks of a list are stored is answered if
+ * all are on the shelf. Any other call becomes an ordinary landing, and the application answers it. A peer on this
+ * machine that has mapped the shelf's region may request the blocks' locations instead of their bytes (shared.c).
+ * Blocks that are not in memory, but whose places on the drives are known, are read from there (desk_cold.c).
  *
  * What always holds: a call is answered here completely or not at all. A block whose checksum differs is not sent:
  * its caller gets a miss, and the block leaves the shelf. At most `bytes_max` of one desk are under way. On a sealed
@@ -83,7 +83,7 @@ int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes)
 	return (int)taken;
 }
 
-/* A copy of the call in a place, if by its contents it is a fetch that can be answered here. */
+/* Copies the call in a place; NULL if its contents show that it can't be answered here. */
 static const struct call_head *read_call(struct tk_shelf *shelf, const struct tk_landing *landing)
 {
 	const struct call_head *there = (const void *)landing->payload;
@@ -112,7 +112,7 @@ static int may_be_acked(const struct tk_desk *desk, uint32_t word, uint64_t gene
 	return word < desk->setup.ack_words && generation && generation <= ACK_GENERATION_MAX;
 }
 
-/* The rows of a call, one by one. */
+/* One row of a call. */
 struct call_part_row desk_row(const struct call_head *head, uint32_t number)
 {
 	struct call_part_row row = {.part = 0};
@@ -134,7 +134,7 @@ void desk_give_back(struct tk_shelf *shelf, uint32_t count)
 			shelf_let_go(shelf, shelf->found[count]);
 }
 
-/* Under the shelf's lock: holds all of its blocks for sending, or none. Returns their bytes, 0 for none. */
+/* Under the shelf's lock: marks all of the call's blocks as being sent, or none. Returns their bytes; 0: none. */
 uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint64_t *sent_bytes)
 {
 	struct tk_shelf *shelf = desk->shelf;
@@ -158,7 +158,7 @@ uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint6
 	return 0;
 }
 
-/* Under the shelf's lock: makes the report about a call, for when it is over. */
+/* Under the shelf's lock: makes the report about a call, which is delivered when the call is over. */
 struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
 			 uint32_t cold)
 {
@@ -191,7 +191,7 @@ struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, con
 	return served;
 }
 
-/* Under the shelf's lock: the call is not answered here. */
+/* Under the shelf's lock: discards the report of a call that is not answered here. */
 void desk_forget_note(struct tk_shelf *shelf, struct served *served)
 {
 	shelf->served_bytes -= served->told.bytes;
@@ -233,7 +233,7 @@ void desk_send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk
 		.length = row->length,
 		.crc32c = block->block.crc32c,
 		.flags = TK_QUIET | TK_FLAG_PUT | TK_VERIFY_CRC,
-		.skip = wanted->skip, /* all of it is checked, even if only a part goes out */
+		.skip = wanted->skip, /* all of it is checked, even if only a part is sent */
 		.part = wanted->part,
 	};
 	__atomic_add_fetch(&desk->shelf->region->uses, 1, __ATOMIC_RELAXED);
@@ -266,7 +266,7 @@ static int are_here(const struct tk_desk *desk, const struct call_head *head)
 	return 1;
 }
 
-/* Only if all are here; else the application finds out how many are stored, and why the next one is not. */
+/* Answers only if all are here; else the application finds out how many are stored, and why the next one is not. */
 static int answer_prefix(struct tk_fabric *fabric, struct tk_desk *desk, const struct call_head *head)
 {
 	struct tk_shelf *shelf = desk->shelf;

@@ -1,17 +1,19 @@
 /*
- * A desk's answers from the drives: to calls for blocks some of which are not in memory, but have known places.
+ * A desk's answers from the drives: to calls for blocks of which some are not in memory, but have known places.
  *
  * Each such block is read (reader.c) into a room, a piece of the shelf's region that the application has provided in
- * advance, and sent from there. The application gets the call afterwards, with a row for each block: it keeps the rooms'
- * bytes in its hot memory, or reuses the rooms. A room into which the drive still reads stays here until it is done.
+ * advance, and sent from there. The application gets the call afterwards, with a row for each block: it keeps the
+ * rooms' bytes in its hot memory, or reuses the rooms. A room into which the drive is still reading stays here until
+ * the read has ended.
  *
  * What always holds: a call is answered completely or not at all, except that a block that could not be read, or is the
  * wrong one, is left to the application, which is notified at once. A block is sent only if its header has the
  * requested name, no expiry and a valid tag for that place, its payload has the CRC of that header, or its own tag, and
  * its name still had that place after all of it had been read. The application unlists a name before its pages on the
- * drive are reused, so no pin is needed. An owner's reads under way never exceed what it leaves of the limit to others.
+ * drive are reused, so no pin is needed. A call reads at most the unused part of the limit, minus its owner's reads
+ * under way.
  *
- * What it doesn't do: count, order calls, or read large calls: the application does.
+ * What it doesn't do: keep statistics, order calls, or read large calls: the application does.
  */
 #define _GNU_SOURCE
 #include "desk_inside.h"
@@ -173,7 +175,8 @@ static void tell(struct tk_shelf *shelf)
 	report(shelf->fabric, TK_CAME, shelf->cold.setup.tag, 0, 0, tk_now_ns());
 }
 
-/* A caller waits for blocks that were not sent, and without rooms later calls go to the application. */
+/* Reports at once if a caller waits for blocks that were not sent, or if rooms are short: without rooms later calls go
+ * to the application. */
 void cold_tell(struct tk_shelf *shelf, const struct served *served)
 {
 	uint64_t at_ns = served->told.ended_ns + TOLD_NS;
@@ -299,13 +302,13 @@ int cold_is_there(struct work *work, uint64_t place, uint64_t generation)
 	return is_there;
 }
 
-/* A block is not wanted any more, and the drive may still be reading it: its room is not reported with it. */
+/* A block is not wanted any more, and the drive may still be reading it: so its room is not reported with the call. */
 void cold_room_stays(struct work *work)
 {
 	cold_row(work->served, work->op.row)->room = IN_MEMORY;
 }
 
-/* Now the drive is done with it. */
+/* The drive has finished with the room. */
 void cold_room_back(struct tk_shelf *shelf, const struct tk_room *room)
 {
 	struct cold *cold = &shelf->cold;
@@ -377,7 +380,7 @@ int tk_shelf_feed(struct tk_shelf *shelf, const struct tk_room *rooms, int count
 		if (!status)
 			cold->rooms[cold->rooms_count++] = rooms[i];
 		else
-			cold->rooms_count -= (uint32_t)i; /* none of them */
+			cold->rooms_count -= (uint32_t)i; /* all or none */
 	}
 	pthread_mutex_unlock(&shelf->lock);
 	return status;

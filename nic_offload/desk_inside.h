@@ -10,7 +10,7 @@
 
 /* Finds all blocks of a call and marks them in use; returns their bytes, 0 if one is missing. */
 uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint64_t *sent_bytes);
-void desk_give_back(struct tk_shelf *shelf, uint32_t count); /* the blocks that were found */
+void desk_give_back(struct tk_shelf *shelf, uint32_t count); /* releases blocks that were found */
 
 /* The application's record of an answered call, with a row for each block if some are cold. */
 struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
@@ -18,11 +18,12 @@ struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, con
 void desk_forget_note(struct tk_shelf *shelf, struct served *served);
 void desk_list_served(struct tk_shelf *shelf, struct served *served);
 
-void desk_let_go(struct tk_desk *desk, uint32_t place); /* the blocks whose locations the peer had */
+void desk_let_go(struct tk_desk *desk, uint32_t place); /* releases the blocks whose locations the peer had */
 
 /* A call's rows and its answers, without the lock. */
 struct call_part_row desk_row(const struct call_head *head, uint32_t number);
-int desk_may_send(const struct tk_desk *desk, const struct call_part_row *row); /* the part lies in the block, and the peer has the word */
+/* Whether the part lies in the block, and the peer has the word. */
+int desk_may_send(const struct tk_desk *desk, const struct call_part_row *row);
 void desk_send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk *desk, const struct call_part_row *wanted,
 		     struct shelved *block, struct served *served);
 void desk_send_word(struct tk_fabric *fabric, struct work *work, const struct tk_desk *desk, uint32_t word,

@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Under the shelf's lock: the peer has read the blocks whose locations it got. */
+/* Under the shelf's lock: releases the blocks whose locations the peer got. */
 void desk_let_go(struct tk_desk *desk, uint32_t place)
 {
 	struct held *held = &desk->held[place];
@@ -26,7 +26,7 @@ static uint32_t place_of(const struct tk_desk *desk, const struct tk_landing *la
 	return (uint32_t)((landing->word - desk->setup.flags) / sizeof(uint64_t));
 }
 
-/* Under the shelf's lock: the blocks that were found, until its peer calls again. */
+/* Under the shelf's lock: keeps the blocks that were found, until the peer calls again. */
 static int hold(struct tk_fabric *fabric, struct tk_desk *desk, uint32_t place, uint32_t count, uint64_t bytes)
 {
 	struct held *held = &desk->held[place];
@@ -84,7 +84,7 @@ static void send_where(struct tk_fabric *fabric, struct work *work, const struct
 	fire(fabric, work, fabric->now_ns);
 }
 
-/* The peer reads the blocks itself: it gets their locations. */
+/* Answers with locations: the peer reads the blocks itself. */
 int desk_answer_where(struct tk_fabric *fabric, struct tk_desk *desk, const struct tk_landing *landing,
 			const struct call_head *head)
 {
@@ -111,7 +111,7 @@ int desk_answer_where(struct tk_fabric *fabric, struct tk_desk *desk, const stru
 	return 1;
 }
 
-/* Blocks whose locations peers have, and which they have not released by another call. */
+/* Releases blocks whose locations peers have had for too long without another call. */
 void poll_desks(struct tk_fabric *fabric)
 {
 	if (fabric->now_ns < fabric->held_until_ns)

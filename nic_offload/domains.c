@@ -1,10 +1,10 @@
 /*
  * Domains of a fabric: memory registered with one is reached only through that domain's endpoints.
  *
- * What always holds: the first domain exists as long as the fabric. Another is opened with its first endpoint or peer; if the
- * provider's connections are TCP, it is closed, with its descriptors, when its last endpoint, peer and region are gone.
- * Other providers may still return operations that are on the wire, so their domains stay open. What it doesn't do: know to
- * whom a domain belongs.
+ * What always holds: the first domain exists as long as the fabric. Another is opened with its first endpoint or peer;
+ * if the provider's connections are TCP, it is closed, with its descriptors, when its last endpoint, peer and region
+ * are gone. Other providers may still return operations that are on the wire, so their domains stay open. What it
+ * doesn't do: know which tenant a domain belongs to.
  */
 #include "cxi.h"
 #include "progress.h"
@@ -31,7 +31,7 @@ void domain_close(struct domain *domain)
 	domain->fid = NULL;
 }
 
-/* Otherwise a Cassini's key would give access to all memory of the process, registered or not, for ever. */
+/* Otherwise a Cassini NIC's key would give access to all memory of the process, registered or not, for ever. */
 static int confine_keys(struct tk_fabric *fabric, struct domain *domain)
 {
 	bool is_cached = false;
@@ -74,7 +74,7 @@ void domain_hold(struct tk_fabric *fabric, uint32_t number)
 	__atomic_add_fetch(&fabric->domains[number].uses, 1, __ATOMIC_SEQ_CST);
 }
 
-/* The caller that opens an endpoint or a peer in it holds it before it calls this thread. */
+/* A caller that opens an endpoint or a peer takes a reference to its domain before it calls this thread. */
 static int close_unused(struct tk_fabric *fabric, void *argument)
 {
 	struct domain *domain = &fabric->domains[*(uint32_t *)argument];

@@ -1,5 +1,5 @@
 /*
- * Opening and closing the io_uring of a lane or a reader.
+ * Opens and closes the io_uring of a lane or a reader.
  */
 #define _GNU_SOURCE
 #include "drive_ring.h"

@@ -7,8 +7,9 @@
 #include <liburing.h>
 #include <stdint.h>
 
-/* Opens a ring for the file `fd`, and an eventfd that it rings when a read or write has ended. If it fails, nothing is open. */
+/* Opens a ring for `fd`, and an eventfd that it signals when a read or write has ended. On failure nothing is left
+ * open. */
 int drive_ring_open(struct io_uring *ring, int *event_fd, int fd, uint32_t depth);
-void drive_ring_close(struct io_uring *ring, int event_fd); /* also one that could not be opened */
+void drive_ring_close(struct io_uring *ring, int event_fd); /* also after `drive_ring_open` has failed */
 
 #endif

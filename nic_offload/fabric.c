@@ -21,13 +21,13 @@ uint64_t tk_now_ns(void)
 	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-/* A child of fork has the memory but neither the thread nor the sockets: it must touch nothing. */
+/* After fork, a child has the memory but neither the thread nor the sockets: it must touch nothing. */
 int fabric_is_ours(const struct tk_fabric *fabric)
 {
 	return fabric->pid == getpid();
 }
 
-/* The error if nothing can be done for a caller, or 0. */
+/* The error that every call must return now, or 0. */
 int fabric_refusal(const struct tk_fabric *fabric)
 {
 	if (!fabric_is_ours(fabric))
@@ -207,13 +207,13 @@ void fabric_wake(struct tk_fabric *fabric)
 		fabric_rouse(fabric);
 }
 
-/* Waits for the thread, under the inbox's lock; false once it is too late. */
+/* Waits for the thread, under the inbox's lock; false after the deadline. */
 static int waited(struct tk_fabric *fabric, uint64_t until_ns)
 {
 	return wait_for_condition(&fabric->command_done, &fabric->inbox_lock, until_ns) != ETIMEDOUT;
 }
 
-/* The same for an answer; after the first one that did not arrive in time, no caller waits again. */
+/* The same for an answer; after the first one that did not arrive in time, no caller waits for another. */
 static int answered(struct tk_fabric *fabric, uint64_t until_ns)
 {
 	if (!fabric->stuck && !waited(fabric, until_ns))

@@ -1,10 +1,9 @@
 /*
- * What is shared between calls from any thread (fabric.c, handles.c, inbox.c) and the progress thread (all other
- * files).
+ * State shared between calls from any thread (fabric.c, handles.c, inbox.c) and the progress thread (all other files).
  *
- * Work travels one way: a caller fills free items under `inbox_lock` and links them into the inbox; the progress
- * thread takes the whole inbox at once and owns each item until its end; then the item returns to the free list.
- * Only the inbox, the free list and the events are shared.
+ * Work moves in one direction: a caller fills free items under `inbox_lock` and links them into the inbox; the progress
+ * thread takes the whole inbox at once and owns each item until its end; then the item returns to the free list. Only
+ * the inbox, the free list and the events are shared.
  */
 #ifndef TRIGGERKV_FABRIC_H
 #define TRIGGERKV_FABRIC_H
@@ -46,7 +45,7 @@ enum work_state {
 	WORK_POSTED,	  /* the bytes are on their way */
 	WORK_FLAG_READY,  /* the bytes have arrived, the chained flag put is to be posted */
 	WORK_FLAG_POSTED, /* the chained flag put is on its way */
-	WORK_SHARED,	  /* the peer knows where the bytes are, and has not confirmed yet that it has read them */
+	WORK_SHARED,	  /* the peer has the bytes' location, and has not confirmed yet that it has read them */
 	WORK_OVER,	  /* freed at the end of the round */
 	WORK_STRANDED,	  /* its endpoint is closed, and the provider may still complete it */
 };
@@ -60,8 +59,8 @@ struct work {
 	struct fi_context2 context; /* must be first: libfabric returns its address */
 	struct work *next;	    /* in the inbox, the free list or a queue */
 	struct work *previous;	    /* in a queue */
-	struct work *before, *after; /* all items that the thread owns */
-	uint32_t chunk;		    /* the number of its chunk */
+	struct work *before, *after; /* links all items that the thread owns */
+	uint32_t chunk;		    /* number of its chunk */
 	uint32_t place;		    /* in its counter's heap, or among the watches */
 	enum work_kind kind;
 	enum work_state state;
@@ -75,26 +74,26 @@ struct work {
 	uint64_t fired_ns, posted_ns;
 	uint32_t code; /* of an ack watch: the last code received */
 	uint64_t flag_word; /* the word that is sent for `flag_value` */
-	int is_word;	    /* a word of words.c; */
-	struct work *next_word; /* the next one of its endpoint; */
-	int follows;	    /* a later word to the same place waits for this one: */
+	int is_word;	    /* a word of words.c */
+	struct work *next_word; /* the next word of its endpoint */
+	int follows;	    /* `later`, a word to the same place, waits for this one */
 	uint64_t later;
 	uint64_t sequence;
 	struct slot *slot; /* at the NIC, if the NIC holds it */
-	struct reading *reading; /* NULL, or the read that fetches its bytes from a drive, */
-	struct batch *batch;	 /* and the batch of that read */
+	struct reading *reading; /* the read that fetches its bytes from a drive, or NULL */
+	struct batch *batch;	 /* the batch of that read */
 	struct shelved *shelved; /* of a put from the shelf: the block, the call, and the place of the call */
 	struct served *served;
 	struct tk_desk *desk;
 	/* Of a put by grant or a call, and of the watch for the peer's answer. */
-	struct work *partner; /* the other of these two; NULL: it has ended, or there was none */
-	uint32_t grant;	      /* one more than the slot, or the place; 0: none */
-	uint32_t word;	      /* one more than a put's acknowledgement word */
-	struct tk_sender *sender; /* of the watch, as is this: */
+	struct work *partner; /* the put's watch, or the watch's put; NULL: it has ended, or there was none */
+	uint32_t grant;	      /* the slot, or the place, plus one; 0: none */
+	uint32_t word;	      /* a put's acknowledgement word plus one */
+	struct tk_sender *sender; /* of the watch, and so is `caller` */
 	struct tk_caller *caller;
 	struct called *called; /* of a call's put */
-	struct shared_fetch *fetch; /* of a watch: the call whose blocks may be read from the node's memory; */
-	uint32_t fetch_row;	    /* and which block of it; the number of blocks stands for the call itself */
+	struct shared_fetch *fetch; /* of a watch: the call whose blocks may be read from the node's memory */
+	uint32_t fetch_row;	    /* the index of its block in that call, or the number of blocks for the call itself */
 	union {
 		struct tk_operation op;
 		struct tk_landing landing;
@@ -131,11 +130,11 @@ struct tk_counter {
 	int is_shared;	      /* by batches of puts that wait for the same word; none of them moves it */
 	int failed;	      /* atomic: the errno of the first operation that failed to move it; 0: none */
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	uint64_t mirrored; /* the value of `word` up to which `nic` has been moved */
 	struct waiting *heap;
 	uint32_t count, capacity;
-	uint32_t held; /* operations at the NIC and unfired, as far as known */
+	uint32_t held; /* operations at the NIC that have not fired, as far as known */
 	int listed;    /* among the fabric's active counters */
 };
 
@@ -153,11 +152,11 @@ struct watches {
 };
 
 /* A call that the progress thread executes while its caller waits. Everything that changes what the thread polls goes
- * this way: rxm, for one, crashes when an endpoint is enabled while its completion queue is read. The command has a copy
- * of its argument, because the thread may still be executing it when the caller no longer waits. */
+ * this way: rxm, for one, crashes when an endpoint is enabled while its completion queue is read. The command has a
+ * copy of its argument, because the thread may still be executing it when the caller no longer waits. */
 #define NOT_YET INT_MIN /* the command is run again when a flush has ended */
 struct command {
-	struct command *next; /* put off */
+	struct command *next; /* postponed */
 	int (*run)(struct tk_fabric *fabric, void *argument);
 	int result;
 	int done;
@@ -201,8 +200,8 @@ struct tk_endpoint {
 	uint16_t port; /* of TCP, in the network's order; 0: none */
 	struct seal seal; /* set before anything goes through it */
 
-	/* The progress thread's own. Each endpoint has its own queue and its own share of the wire, so that a
-	 * peer that accepts nothing, or can't be reached, doesn't hold up others. */
+	/* Used only by the thread that runs the rounds. Each endpoint has its own queue and its own share of the wire,
+	 * so that a peer that accepts nothing, or can't be reached, doesn't hold up others. */
 	struct queue ready;
 	struct tk_endpoint *next_ready;
 	int is_ready; /* it is in the fabric's list */
@@ -211,7 +210,7 @@ struct tk_endpoint {
 	int stalled; /* the provider accepted nothing at the last attempt; it may still be connecting to the peer */
 	uint64_t stalled_ns; /* since when; atomic */
 	uint64_t again_ns; /* when to try again */
-	int has_sent, has_broken; /* the second is atomic */
+	int has_sent, has_broken; /* `has_broken` is atomic */
 	struct shared_words shared_words;
 	struct shared_reads shared_reads;
 	int doorbell; /* the peer's, if it is on this machine and gets words without the fabric */
@@ -236,7 +235,7 @@ struct tk_region {
 struct slot {
 	struct slot *next; /* free */
 	struct work *work; /* NULL: free, or lost */
-	int lost;	   /* something unfinished may still refer to it, and to these: */
+	int lost;	   /* something unfinished may still refer to it, and to the next three */
 	struct tk_counter *trigger, *completion;
 	struct tk_endpoint *endpoint;
 	int fired; /* its counter has reached the threshold, as far as known */
@@ -270,7 +269,7 @@ struct nic {
 	int flushing;	   /* `flusher` is running; meanwhile counters can be neither read nor set, only added to */
 	int flushed;	   /* atomic: it has finished */
 	int flush_status;
-	int just_flushed; /* nothing is held, and nothing has been handed over since */
+	int just_flushed; /* the NIC holds nothing, and nothing has been handed over since */
 	pthread_t flusher;
 };
 
@@ -284,14 +283,14 @@ struct tk_fabric {
 	size_t order_max; /* messages of up to this many bytes are written in order, their flag last; 0: none */
 	int keeps_order;  /* words to one place arrive in order */
 	uint32_t posted_max; /* puts of one endpoint on the wire at a time */
-	int streams;	  /* its connections are of TCP, and end with their endpoint */
-	int loses_context; /* for writes without a context, see library.h; words are written with this one: */
+	int streams;	  /* its connections are TCP, and end with their endpoint */
+	int loses_context; /* for writes without a context, see library.h; words are written with `word_context` */
 	struct fi_context2 word_context;
 	int shows_breaks; /* it accepts nothing only if there is no connection */
 	int confirms; /* delivery must be requested: otherwise a completion means only that the write was sent */
 	int wake_fd, event_fd;
-	struct turn *turn; /* who runs the rounds: what is the thread's own belongs to whoever has it */
-	int is_serving;	   /* atomic: it has a receiver, lanes or a shelf */
+	struct turn *turn; /* decides which thread runs the rounds */
+	int is_serving;	   /* atomic: the fabric has a receiver, lanes or a shelf */
 	int sleep_fd; /* the descriptors the thread sleeps on: `wake_fd`, bells, and known sockets */
 	pthread_t thread;
 	int thread_started;
@@ -315,9 +314,9 @@ struct tk_fabric {
 	uint32_t free_least; /* of `free_count`, since tk_fabric_shrink was last called */
 	uint64_t sequence;
 	struct command *command;
-	struct command *put_off; /* the thread's own */
+	struct command *put_off; /* used only by the thread that runs the rounds */
 	uint64_t answer_ns; /* the deadline for the thread to answer a call */
-	int stuck;	    /* atomic: it has missed that once, and gets no more calls */
+	int stuck;	    /* atomic: the thread has missed it once, and gets no more calls */
 	int stop, ended;
 	int posted_something; /* atomic: the inbox has something, or a command waits */
 	int sleeping;	      /* atomic */
@@ -329,7 +328,7 @@ struct tk_fabric {
 	uint32_t events_first, events_capacity;
 	int signalled;
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	struct work *all;
 	struct queue summing;
 	struct queue shared; /* WORK_SHARED */
@@ -345,10 +344,10 @@ struct tk_fabric {
 	struct tk_reader *readers;
 	uint32_t reading; /* records that the readers have */
 	struct watches landings, acks;
-	int caller_runs;	/* this round is a caller's, who sleeps no longer than until: */
+	int caller_runs;	/* a caller runs this round, and sleeps until `rest_until_ns` at most */
 	uint64_t rest_until_ns;
-	int is_recalled, wire_is_quiet; /* a caller's round found what only the thread does; no socket woke the thread */
-	int asleep;		/* whoever runs the next round calls `stop_sleeping` first */
+	int is_recalled, wire_is_quiet; /* a caller's round found work for the thread alone; no socket woke the thread */
+	int asleep;		/* the thread that runs the next round must call `stop_sleeping` first */
 	uint64_t held_until_ns; /* the earliest time at which a block that a desk holds for a peer may be released */
 	uint64_t cold_tell_ns; /* when calls that desks answered from drives are reported */
 	uint32_t in_flight;
@@ -356,14 +355,14 @@ struct tk_fabric {
 	uint64_t now_ns; /* the time of this round: reading the clock costs as much as polling a word */
 	uint32_t spins_alone; /* rounds left until it yields again */
 	int rested; /* rounds since the completion queue was last read */
-	int overslept; /* the last sleep timed out: whatever is there now did not wake the thread */
+	int overslept; /* the last sleep timed out: no wake-up announced whatever is there now */
 	uint32_t sockets; /* those that wake the thread */
-	uint64_t looked_ns, look_until_ns; /* the last search for sockets (0: one is due), and the end of the searches */
-	uint64_t look_next_ns;		   /* none begins before */
-	uint64_t doubt_ns, doubt_next_ns;  /* the pause between searches after a movement without a wakeup, and its end */
+	uint64_t looked_ns, look_until_ns; /* the last search for sockets (0: one is due), and when searches end */
+	uint64_t look_next_ns;		   /* no search begins before this time */
+	uint64_t doubt_ns, doubt_next_ns;  /* the pause between searches after a movement without a wake-up, and its end */
 	int doubts;			   /* the next search is one of these */
 	int sockets_found;		   /* new ones, in the last search */
-	uint64_t started_ns, busy_ns; /* the latter: when a round last found something to do */
+	uint64_t started_ns, busy_ns; /* `busy_ns`: when a round last found something to do */
 	struct work *finished;
 	struct tk_event *pending;
 	uint32_t pending_count, pending_capacity;
@@ -383,15 +382,15 @@ int on_the_thread(struct tk_fabric *fabric, int (*run)(struct tk_fabric *fabric,
 		  size_t argument_bytes);
 
 void endpoint_free(struct tk_endpoint *endpoint); /* handles.c */
-struct work *take_free_work(struct tk_fabric *fabric, uint32_t count); /* inbox.c; the progress thread's */
+struct work *take_free_work(struct tk_fabric *fabric, uint32_t count); /* inbox.c; on the progress thread */
 
 struct cancellation {
-	struct tk_desk *desk; /* NULL, or cancels what this desk reads, by the generations of its words */
+	struct tk_desk *desk; /* the desk whose reads are cancelled, by the generations of its words; or NULL */
 	uint64_t count;
 	uint64_t tags[];
 };
 
-/* Commands that need the thread's own lists. Endpoints and counters are passed as a pointer to their pointer. */
+/* Commands that need the thread's lists. Endpoints and counters are passed as a pointer to their pointer. */
 int core_cancel(struct tk_fabric *fabric, void *cancellation);
 int core_close_endpoint(struct tk_fabric *fabric, void *endpoint);
 int core_flush(struct tk_fabric *fabric, void *unused);

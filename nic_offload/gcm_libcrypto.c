@@ -10,7 +10,7 @@
 
 #define GET_TAG 0x10 /* EVP_CTRL_AEAD_GET_TAG */
 #define SET_TAG 0x11 /* EVP_CTRL_AEAD_SET_TAG */
-#define STEP_MAX (1u << 30) /* of one call, which counts bytes in an int */
+#define STEP_MAX (1u << 30) /* per call: it counts bytes in an int */
 
 static struct {
 	void *(*fetch)(void *context, const char *name, const char *properties);

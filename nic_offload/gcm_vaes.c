@@ -1,9 +1,9 @@
 /*
- * AES-256-GCM from Intel's IPSec-MB library, for CPUs that encrypt four blocks with one instruction (VAES with AVX-512). There
- * it takes .07 CPU seconds per GB; OpenSSL 3.0, which doesn't use these instructions, takes .18.
+ * AES-256-GCM from Intel's IPSec-MB library, for CPUs that encrypt four blocks with one instruction (VAES with
+ * AVX-512). There it takes 0.07 CPU seconds per GB; OpenSSL 3.0, which doesn't use these instructions, takes 0.18.
  *
- * The functions are looked up by name in the library's exports; their arguments are those of its documented functions for
- * older CPUs.
+ * The functions are looked up by name in the library's exports; their arguments are those of its documented functions
+ * for older CPUs.
  */
 #define _GNU_SOURCE
 #include "gcm.h"

@@ -1,5 +1,5 @@
 /*
- * A group: what one caller waits for, with a row for each of its operations.
+ * A group: the operations that one caller waits for, with a row for each.
  *
  * The progress thread writes into the rows when puts fire and when the peer acknowledges them. A caller sleeps
  * here until enough rows are over, and is woken at once. So a successful batch, of any number of blocks, costs no
@@ -22,16 +22,16 @@ struct tk_group {
 	pthread_cond_t changed;
 	uint64_t tag;
 	uint32_t count;
-	uint32_t users; /* atomic: its owner, and each work that knows it */
+	uint32_t users; /* atomic: references, by its owner and each work item */
 	uint32_t open;	/* rows that are not over */
 	uint32_t unlanded; /* of these, those without any word yet */
 	uint32_t prefix; /* number of leading rows that are over */
 	uint32_t waiters;
 	uint32_t wanted_prefix; /* the smallest number that a waiter waits for */
-	int told;	/* TK_OVER was reported, or a waiter knows */
+	int told;	/* TK_OVER was reported, or a waiter has seen the end */
 	struct turn *turn;
 	uint8_t *copies; /* of each row: its block is being read from the node's memory */
-	char *heads;	 /* of the blocks of puts, each with metadata before it */
+	char *heads;	 /* heads of the blocks of puts, each preceded by its metadata */
 	size_t head_bytes; /* of each, with its metadata; 0: there are none */
 	struct tk_row rows[];
 };
@@ -181,7 +181,7 @@ int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code)
 		return -EINVAL;
 	pthread_mutex_lock(&group->lock);
 	end_row(group, &group->rows[row], code);
-	group->told |= !group->open; /* its owner has ended it */
+	group->told |= !group->open; /* its owner has ended it: TK_OVER is not reported */
 	int open = (int)group->open;
 	pthread_mutex_unlock(&group->lock);
 	turn_rouse(group->turn);

@@ -50,7 +50,7 @@ static int open_endpoint(struct tk_fabric *fabric, void *argument)
 	struct opening *opening = argument;
 	struct tk_endpoint *endpoint = opening->endpoint;
 	const struct domain *domain = &fabric->domains[endpoint->domain];
-	char why[TK_MESSAGE_BYTES]; /* the error says enough */
+	char why[TK_MESSAGE_BYTES]; /* ignored: the error code is enough */
 	endpoint->fds_from = lowest_free_fd();
 	int status = domain_open(fabric, endpoint->domain, why);
 	if (status || (status = open_from(fabric, opening)))
@@ -103,7 +103,7 @@ int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length
 	fabric->endpoints = endpoint;
 	pthread_mutex_unlock(&fabric->handle_lock);
 	rest_look_again(fabric);
-	fabric_wake(fabric); /* it may be sleeping as if there were none */
+	fabric_wake(fabric); /* it may be sleeping for long, as it does without endpoints */
 	*out = endpoint;
 	return 0;
 }
@@ -128,7 +128,7 @@ int tk_endpoint_address(struct tk_endpoint *endpoint, void *out)
 	return status ? status : (int)length;
 }
 
-/* No copy of its keys is left. */
+/* Wipes it, so that no copy of its keys is left. */
 void endpoint_free(struct tk_endpoint *endpoint)
 {
 	explicit_bzero(endpoint, sizeof *endpoint);
@@ -173,7 +173,7 @@ static int add_peer(struct tk_fabric *fabric, void *argument)
 	return added == 1 ? 0 : added < 0 ? added : -EINVAL;
 }
 
-/* If one can't be remembered, the thread only naps instead of sleeping. */
+/* If there is no memory to remember it, the thread naps instead of sleeping. */
 static void remember_peer(struct tk_fabric *fabric, const struct peer *peer)
 {
 	pthread_mutex_lock(&fabric->handle_lock);

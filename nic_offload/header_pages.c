@@ -1,6 +1,6 @@
 /*
  * Makes header pages in batches: fixed bytes, a tag, zeros. The tag is 16 bytes of keyed BLAKE2b over a name, a number
- * and the fixed bytes, which together fit into one of its blocks.
+ * and the fixed bytes, which together fit into one BLAKE2b block.
  *
  * What it doesn't do: interpret the bytes; `kvstore.wire.record` does.
  */

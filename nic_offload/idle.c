@@ -3,22 +3,22 @@
  *
  * It spins for a short time and then sleeps until there is a call of our own process, a byte on one of the fabric's
  * sockets, a store to a flag word followed by its bell, or a deadline. If there are endpoints, and no sockets of the
- * provider can be found (shared memory, a NIC), it naps instead, for longer and longer, up to two milliseconds.
+ * provider can be found (shared memory, a NIC), it naps instead, for increasing times of up to two milliseconds.
  *
  * Providers over TCP have a descriptor to wait for, but it is useless: that of net (1.17) is always readable once
  * something is connected. So their sockets are found as in streams.c: those at the ports of our endpoints, and those
  * connected to our peers. The search is repeated for a second each time endpoints or peers change. If something moves
- * without a wakeup there is one more search; as long as these find nothing, they are made more and more rarely, because
- * words in shared memory move without sockets. Searches take a sixteenth of the thread's time at most. A socket that is
- * missed until then costs no more than a nap.
+ * without a wake-up there is one more search; as long as such searches find nothing, they become less and less
+ * frequent, because words in shared memory move without sockets. Searches take a sixteenth of the thread's time at
+ * most. A socket missed until the next search costs no more than a nap.
  *
  * A flag word's bell is a pipe and a count of sleeping threads. A store reads the count, and writes to the pipe if it
- * is not zero. A GPU stores without ringing: while a word is waited for that a GPU may store to, no sleep is longer
- * than a nap.
+ * is not zero. A GPU stores without ringing: while an awaited word may be stored to by a GPU, no sleep is longer than a
+ * nap.
  *
  * What always holds: nothing that arrives before the sleep is missed, because posted work and words are checked once
- * more after the sleeper has been counted. No sleep goes past a deadline. A thread that was woken spins before it sleeps
- * again: a provider may have read more than it has processed.
+ * more after the sleeper has been counted. No sleep goes past a deadline. A thread that was woken spins before it
+ * sleeps again: a provider may have read more than it has processed.
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -36,20 +36,20 @@
 #include <unistd.h>
 
 #define SPIN_NS 50000u
-#define SPIN_AWAITED_NS 500000u /* while a peer's answer is due: it may be computing the checksum of its next message */
+#define SPIN_AWAITED_NS 500000u /* while an answer is due: the peer may be computing its next message's checksum */
 #define SPINS_A_YIELD 8
 #define TAKEN_NS 2000u		/* a yield that takes longer has let another thread run */
-#define NAP_SHARE 16		/* a nap is this part of the idleness before it */
-#define SPIN_WORKING_NS 10000000u /* with puts on the wire: longer, but not for a peer that stands still */
+#define NAP_SHARE 16		/* a nap lasts this part of the idle time before it */
+#define SPIN_WORKING_NS 10000000u /* with puts on the wire: longer, but not for a peer that accepts nothing */
 #define NAP_NS_MIN 30000u
 #define NAP_NS_MAX 2000000u
-#define SLEEP_NS_MIN 20000000u /* the longest with sockets that wake us, at first */
+#define SLEEP_NS_MIN 20000000u /* the longest sleep with sockets that wake the thread, at first */
 #define SLEEP_NS_MAX 200000000u
-#define SLEEP_SHARE 16	       /* of the idleness before it, between the two */
+#define SLEEP_SHARE 16	       /* of the idle time before it, between the two */
 #define LOOK_EVERY_NS 5000000u
 #define LOOK_FOR_NS 1000000000u
-#define DOUBT_NS_MAX 10000000000u /* between two searches that nothing but a movement without a wakeup asked for */
-#define LOOK_SHARE 16 /* the thread searches for at most one part in so many of its time: there may be thousands of sockets */
+#define DOUBT_NS_MAX 10000000000u /* between two searches that only a movement without a wake-up caused */
+#define LOOK_SHARE 16 /* searches take at most this part of the thread's time: there may be thousands of sockets */
 #define PORTS 65536
 #define PORTS_A_WORD 64
 #define EVENTS_A_TIME 16
@@ -110,7 +110,7 @@ static int leads_to_a_peer(const struct tk_fabric *fabric, const union address *
 	return 0;
 }
 
-/* The ports of endpoints and of peers, a bit each. */
+/* The ports of endpoints and of peers, one bit for each port. */
 struct ports {
 	uint64_t own[PORTS / PORTS_A_WORD], peers[PORTS / PORTS_A_WORD];
 };
@@ -160,7 +160,7 @@ static void look_at(struct tk_fabric *fabric, const struct ports *ports, int fd)
 	fabric->sockets_found += !status;
 }
 
-/* Something moved without a wakeup: one search is due, unless such searches have found nothing. */
+/* Something moved without a wake-up: one search is due, unless such searches have found nothing. */
 void rest_overslept(struct tk_fabric *fabric)
 {
 	if (fabric->now_ns < fabric->doubt_next_ns)
@@ -169,7 +169,7 @@ void rest_overslept(struct tk_fabric *fabric)
 	fabric->doubts = 1;
 }
 
-/* After a search. */
+/* After any search: adjusts the pause between those without a wake-up. */
 static void doubt_less(struct tk_fabric *fabric, uint64_t now_ns)
 {
 	if (fabric->sockets_found)
@@ -210,8 +210,8 @@ static void look_for_sockets(struct tk_fabric *fabric)
 	fabric->look_next_ns = ended_ns + (LOOK_SHARE - 1) * (ended_ns - began_ns);
 }
 
-/* Drains whatever woke the thread, bells and calls, so that they can ring again. Returns whether there was anything. If none
- * of it was a socket, the next round leaves the provider alone: what has come is in our memory. */
+/* Drains the bells and calls that woke the thread, so that they can wake it again. Returns whether there was anything.
+ * If no socket was among them, the next round doesn't poll the provider: the new work is in our memory. */
 static int hear(struct tk_fabric *fabric)
 {
 	struct epoll_event events[EVENTS_A_TIME];
@@ -231,8 +231,8 @@ static int hear(struct tk_fabric *fabric)
 	return count > 0;
 }
 
-/* On few cores a spin without a yield starves the application; but a yield costs a flag as much as the rest of a round. So
- * it yields every time while other threads take the core, and otherwise now and then. */
+/* On few cores a spin without a yield starves the application; but a yield delays a flag by as much as the rest of a
+ * round. So it yields every time while other threads take the core, and otherwise now and then. */
 static void spin(struct tk_fabric *fabric)
 {
 	if (fabric->spins_alone) {
@@ -249,7 +249,7 @@ static int is_working(const struct tk_fabric *fabric)
 	return fabric->in_flight || fabric->ready_first || fabric->summing.head;
 }
 
-/* Without an endpoint nothing can arrive; opening one wakes us. */
+/* Without an endpoint nothing can arrive; opening one wakes the thread. */
 static int has_endpoints(struct tk_fabric *fabric)
 {
 	pthread_mutex_lock(&fabric->handle_lock);
@@ -279,7 +279,7 @@ static uint64_t sleep_ns(struct tk_fabric *fabric, uint64_t idle_ns, int working
 	return longest_ns;
 }
 
-/* From now on a store to a word that is waited for rings. Neighbouring words mostly share a bell, which is counted once. */
+/* From now on a store to an awaited word rings its bell. Neighbouring words mostly share one, which is counted once. */
 static void count_sleeper(struct tk_fabric *fabric, int more)
 {
 	struct tk_bell *last = NULL;
@@ -317,7 +317,7 @@ int rest(struct tk_fabric *fabric, uint64_t idle_ns)
 {
 	int working = is_working(fabric);
 	if (fabric->pending_count) {
-		sched_yield(); /* they end soon, and nothing else would wake the thread */
+		sched_yield(); /* they are published soon, and nothing else would wake the thread */
 		return 0;
 	}
 	if (idle_ns < (working ? SPIN_WORKING_NS : fabric->acks.count ? SPIN_AWAITED_NS : SPIN_NS)) {

@@ -1,15 +1,15 @@
 /*
  * The provider `memory`: a fabric between endpoints of one process, without libfabric, sockets or a NIC.
  *
- * It offers the tables that libfabric's providers fill in, as far as this core uses them, so everything above is the
- * same code as over a network. A write is a copy into the peer's memory, complete when the call returns; an aligned
- * 8-byte range is stored at once, after all bytes before it.
+ * It implements the part of libfabric's provider interface that this core uses, so all other code is the same as over a
+ * network. A write is a copy into the peer's memory, complete when the call returns; an aligned 8-byte range is stored
+ * at once, after all bytes before it.
  *
  * What always holds: a write goes only into an open region, within its bounds, with its key and the right to write,
  * through an open endpoint; once a region or an endpoint is closed, nothing more is written through it. An
  * endpoint of another process, or of this one before a fork, is not reached.
- * What it doesn't do: triggered operations of its own (our agent fires them), messages, atomics, or high throughput: each
- * copy holds one lock.
+ * What it doesn't do: triggered operations (our agent fires them), messages, atomics, or high throughput: each copy
+ * holds one lock.
  */
 #define _GNU_SOURCE
 #include "in_process.h"
@@ -221,7 +221,7 @@ struct fi_ops memory_plain_ops = {.size = sizeof memory_plain_ops, .close = memo
 static struct fi_ops_domain domain_ops = {
 	.size = sizeof domain_ops, .av_open = open_peers, .cq_open = open_queue, .endpoint = memory_open_endpoint};
 
-/* `context` is the fabric whose thread is to be woken. */
+/* `context`: the fabric whose thread will be woken. */
 static int open_domain(struct fid_fabric *fabric, struct fi_info *info, struct fid_domain **out, void *context)
 {
 	struct memory_domain *domain = calloc(1, sizeof *domain);
@@ -233,7 +233,7 @@ static int open_domain(struct fid_fabric *fabric, struct fi_info *info, struct f
 	return 0;
 }
 
-/* A child has the endpoints' memory and none of their threads. */
+/* After fork, a child has the endpoints' memory and none of their threads. */
 static void before_fork(void)
 {
 	pthread_mutex_lock(&memory_lock);
@@ -284,7 +284,7 @@ static void free_info(struct fi_info *info)
 	free(info);
 }
 
-/* There is one kind, and a copy of it is a new one. */
+/* There is only one kind of info, so a copy is a new one. */
 static struct fi_info *make_info(const struct fi_info *ignored)
 {
 	struct fi_info *info = calloc(1, sizeof *info);

@@ -1,5 +1,5 @@
 /*
- * What the two halves of the provider `memory` share: see in_process.c.
+ * Shared by the two files of the provider `memory`: see in_process.c.
  */
 #ifndef TRIGGERKV_IN_PROCESS_H
 #define TRIGGERKV_IN_PROCESS_H
@@ -10,7 +10,7 @@
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_eq.h>
 
-/* The first bytes are where an address family would be; it has none. */
+/* Its first bytes are at the position of an address family, but don't contain one. */
 struct location {
 	uint32_t no_family;
 	int32_t process;
@@ -29,7 +29,7 @@ struct memory_region {
 struct memory_domain {
 	struct fid_domain fid;
 	struct memory_region *regions;
-	struct tk_fabric *woken; /* when something is written into one of them */
+	struct tk_fabric *woken; /* woken when something is written into one of its endpoints */
 };
 
 struct memory_peers {
@@ -58,7 +58,7 @@ struct memory_endpoint {
 	struct memory_endpoint *next;
 };
 
-extern pthread_mutex_t memory_lock; /* of all of these, in all fabrics */
+extern pthread_mutex_t memory_lock; /* for all of these, in all fabrics */
 extern struct memory_endpoint *memory_endpoints;
 extern struct fi_ops memory_plain_ops; /* of an object that has only its own memory to free */
 

@@ -84,7 +84,7 @@ static ssize_t post(struct fid_ep *fid, const struct fi_msg_rma *message, int is
 {
 	struct memory_endpoint *endpoint = (struct memory_endpoint *)fid;
 	pthread_mutex_lock(&memory_lock);
-	/* The completion's room comes first: a write can't be undone. */
+	/* room for the completion first: a write can't be undone */
 	ssize_t status = is_told ? memory_complete(endpoint->queue, message->context, 0) : 0;
 	if (!status) {
 		int error = transfer(endpoint, message, is_read);
@@ -175,7 +175,7 @@ int memory_open_endpoint(struct fid_domain *domain, struct fi_info *info, struct
 		.fid = {FI_CLASS_EP, context, &endpoint_fid_ops}, .cm = &name_ops, .rma = &rma_ops};
 	endpoint->domain = (struct memory_domain *)domain;
 	endpoint->location.process = getpid();
-	uint64_t *number = &endpoint->location.endpoint; /* so large that no two are the same */
+	uint64_t *number = &endpoint->location.endpoint; /* random, and long enough to be unique */
 	while (!*number)
 		if (getrandom(number, sizeof *number, 0) != sizeof *number) {
 			free(endpoint);

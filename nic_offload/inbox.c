@@ -9,7 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define EVENTS_FOR_EACH 4u /* events that may wait to be taken, for each piece of work that may be queued */
+#define EVENTS_FOR_EACH 4u /* events that may wait, per work item that may be queued */
 
 /* Under inbox_lock. */
 static void put_free(struct tk_fabric *fabric, struct work *work)
@@ -42,7 +42,7 @@ static int add_chunk(struct tk_fabric *fabric)
 	return 0;
 }
 
-/* Under inbox_lock. All or none: -EAGAIN when the bound on queued work would be passed. */
+/* Under inbox_lock. All or none: -EAGAIN if the limit of queued work would be exceeded. */
 int reserve_work(struct tk_fabric *fabric, uint32_t count)
 {
 	if (fabric->stop)
@@ -50,7 +50,7 @@ int reserve_work(struct tk_fabric *fabric, uint32_t count)
 	if (count > fabric->free_count + (fabric->work_max - fabric->work_count))
 		return -EAGAIN;
 	if (__atomic_load_n(&fabric->events_count, __ATOMIC_RELAXED) > EVENTS_FOR_EACH * fabric->work_max)
-		return -EAGAIN; /* the events are not being taken */
+		return -EAGAIN; /* the application doesn't take its events */
 	while (fabric->free_count < count)
 		if (add_chunk(fabric))
 			return -ENOMEM;
@@ -89,7 +89,7 @@ void give_back_finished(struct tk_fabric *fabric)
 	fabric->finished = NULL;
 }
 
-/* take_free, for the thread to take in. */
+/* Takes a free item, and queues it for the thread. */
 static struct work *enqueue(struct tk_fabric *fabric, enum work_kind kind)
 {
 	struct work *work = take_free(fabric, kind);
@@ -101,8 +101,8 @@ static struct work *enqueue(struct tk_fabric *fabric, enum work_kind kind)
 	return work;
 }
 
-/* The progress thread's own operations, linked by `next`; NULL if there is no room for them. Half of the room is left to the
- * application, whose work must not be refused because of these. */
+/* Operations of the progress thread, linked by `next`; NULL if there is no room for them. Half of the room is reserved
+ * for the application, whose work must not be refused because of these. */
 struct work *take_free_work(struct tk_fabric *fabric, uint32_t count)
 {
 	struct work *first = NULL;
@@ -133,7 +133,7 @@ int check_operation(const struct tk_fabric *fabric, const struct tk_operation *o
 	if (!is_of(op->trigger, fabric) || !is_of(op->completion, fabric) || op->flag_target % 8)
 		return -EINVAL;
 	if (op->trigger && op->trigger == op->completion)
-		return -EINVAL; /* it would fire itself */
+		return -EINVAL; /* its own completion would fire it */
 	if (op->sender && (!op->head || !op->length))
 		return -EINVAL;
 	if (!op->length)

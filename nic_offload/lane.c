@@ -1,19 +1,20 @@
 /*
  * The lane: writes landed blocks to a drive and acknowledges them to their peers, without the application.
  *
- * The application lends it ground: pages of the drive, and a generation for each record that may be written there.
- * Each block that a receiver hands over gets the next pages and the next generation, and is written with a header
- * page made here, through the lane's own io_uring. The progress thread does all of it: it takes some microseconds to
- * start a write, and the kernel does the rest. Records that are to be encrypted are encrypted a piece at a time, into
- * memory of the lane's own, and written from there; a record of several pieces gets its header page with the last.
+ * The application lends it ground: pages of the drive, and a generation for each record that may be written there. Each
+ * block that a receiver hands over gets the next pages and the next generation, and is written with a header page made
+ * here, through the lane's own io_uring. The progress thread does all of it: it takes some microseconds to start a
+ * write, and the kernel does the rest. Records that are to be encrypted are encrypted a piece at a time, into the
+ * lane's own memory, and written from there; a record of several pieces gets its header page with the last.
  *
- * What always holds: the application gets each record once, when it has ended, with its block, and before only if it asks;
- * every record that it could know of was counted by then. Records are reported, to it and then to their peers, in the order of
- * their generations, and only when all lower generations are on the drive; the application confirms those that the lane did
- * not write (`tk_lane_clear`). After a failed write no record is acknowledged to a peer and no write begins. Bytes in a
- * room beyond the payload don't reach the drive. Nothing touches a room after its record was reported. A block whose key
- * is not in the vault is not taken, so nothing that should be encrypted reaches the drive in the clear. A block waits for
- * ground only while the application expects to lend more, and has been told.
+ * What always holds: the application gets each record once, with its block, when the record has ended, and earlier only
+ * through `tk_lane_hear`; a record that `tk_lane_hear` reports is already counted by `tk_lane_begun`. Records are
+ * reported, to it and then to their peers, in the order of their generations, and only when all lower generations are
+ * on the drive; the application confirms those that the lane did not write (`tk_lane_clear`). After a failed write no
+ * record is acknowledged to a peer and no write begins. Bytes in a room beyond the payload don't reach the drive.
+ * Nothing touches a room after its record was reported. A block whose key is not in the vault is not taken, so nothing
+ * that should be encrypted reaches the drive in the clear. A block waits for ground only while the application expects
+ * to lend more, and has been notified.
  *
  * What it doesn't do: decide which blocks may be written this way (the receiver does), or put them into the index
  * (the application does). A crash before that leaves it to recovery, which scans the ground.
@@ -24,7 +25,7 @@
 #include <errno.h>
 #include <string.h>
 
-#define TOLD_COUNT 256u	     /* records reported to the application together, */
+#define TOLD_COUNT 256u	     /* records are reported to the application when there are so many, */
 #define TOLD_NS 10000000u     /* or after this time: no caller waits for the report */
 #define ENCRYPTED_A_ROUND (1u << 20) /* small, to stay in the cache, and so that the network doesn't wait */
 
@@ -59,10 +60,10 @@ int tk_lane_lend(struct tk_lane *lane, const struct tk_ground *ground, struct tk
 	if (!status) {
 		fill_in(lane, before);
 		lane->next_ground = *ground;
-		lane->wanted_pages = 0; /* blocks that still find too little of it ask again */
+		lane->wanted_pages = 0; /* blocks for which it is too small notify again */
 	}
 	pthread_mutex_unlock(&lane->lock);
-	fabric_wake(lane->fabric); /* blocks may wait for it */
+	fabric_wake(lane->fabric); /* blocks may be waiting for ground */
 	return status;
 }
 
@@ -84,7 +85,7 @@ void tk_lane_expect(struct tk_lane *lane, int expects)
 		lane->wanted_pages = 0;
 	pthread_mutex_unlock(&lane->lock);
 	if (no_longer)
-		fabric_wake(lane->fabric); /* blocks that wait are the application's now */
+		fabric_wake(lane->fabric); /* waiting blocks go to the application */
 }
 
 void tk_lane_clear(struct tk_lane *lane, uint64_t until)
@@ -139,7 +140,7 @@ int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max)
 	return (int)count;
 }
 
-/* --- the progress thread's */
+/* --- the progress thread */
 
 uint32_t lanes_home(const struct tk_lanes *lanes, const uint8_t *name)
 {
@@ -167,7 +168,7 @@ static int fits(const struct tk_ground *ground, uint32_t pages)
 	return ground->records && ground->pages >= pages;
 }
 
-/* The next pages and the next generation; 0: there is no room. Under the lock. */
+/* Under the lock. Takes the next pages and the next generation; 0: there is no room. */
 static int take_ground(struct tk_lane *lane, uint32_t pages, struct tk_written *told)
 {
 	struct tk_ground *ground = &lane->ground;
@@ -180,7 +181,7 @@ static int take_ground(struct tk_lane *lane, uint32_t pages, struct tk_written *
 		*ground = lane->next_ground;
 		lane->next_ground = (struct tk_ground){0};
 		lane->used = 0;
-		tell(lane); /* it has no next one now */
+		tell(lane); /* there is no next ground now */
 	}
 	if (has_room) {
 		told->offset = ground->page * PAGE;
@@ -254,7 +255,7 @@ struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, cons
 	memcpy(record->header.fingerprint, came->fingerprint, sizeof record->header.fingerprint);
 	lane->count++;
 	lane->bytes += record->size;
-	__atomic_add_fetch(&lane->begun, 1, __ATOMIC_RELEASE); /* `tk_lane_hear` finds it, from the same moment on */
+	__atomic_add_fetch(&lane->begun, 1, __ATOMIC_RELEASE); /* `tk_lane_hear` reports it from the same moment on */
 	pthread_mutex_unlock(&lane->lock);
 	if (!encryption->vault)
 		write_plain(lane, record);
@@ -266,7 +267,8 @@ void lane_landed(struct record *record)
 	record->has_landed = 1;
 }
 
-/* Whether all the peer's acknowledgements were sent. One that accepts nothing now doesn't hold up others'. */
+/* Whether the record's acknowledgement, if any, was sent or queued: a peer that accepts nothing doesn't delay
+ * others. */
 static int tell_peer(struct tk_lane *lane, struct record *record)
 {
 	const struct lane_word *word = &record->word;
@@ -355,7 +357,7 @@ int poll_lanes(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The endpoint is about to be closed: no more acknowledgements go there. */
+/* The endpoint is about to be closed: no more acknowledgements are sent through it. */
 void lanes_forget(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)
 {
 	for (struct tk_lane *lane = fabric->lanes; lane; lane = lane->next)

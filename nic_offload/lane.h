@@ -16,9 +16,10 @@ struct lane_word {
 
 /* The drive that a name belongs to. */
 uint32_t lanes_home(const struct tk_lanes *lanes, const uint8_t *name);
-/* Whether it is full for a block of this length, of records of the same owner only: waiting for them delays no other owner. */
+/* Whether it is full for a block of this length, and has records of the same owner only: then waiting for them delays
+ * no other owner. */
 int lane_is_full_of(const struct tk_lane *lane, uint32_t length, const uint8_t *owner);
-/* Whether it has too little ground for a block of this length, but expects more. Then the application is told. */
+/* Whether it has too little ground for a block of this length, but expects more. If so the application is notified. */
 int lane_awaits_ground(struct tk_lane *lane, uint32_t length);
 /* Begins to write a block. Its room must not change until the record is reported, which happens after the peer got
  * `landed` or is gone. NULL: the lane doesn't take it. */

@@ -31,7 +31,7 @@ struct record {
 	struct vault_key key;
 };
 
-/* A write. Staged memory is taken and given back in the order in which pieces are begun. */
+/* A write. Staged memory is allocated and released in the order in which pieces begin. */
 struct piece {
 	struct record *record;
 	struct iovec parts[2]; /* the bytes not written yet */
@@ -46,7 +46,7 @@ struct tk_lane {
 	struct tk_lane *next;
 	struct tk_lane_setup setup;
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	struct io_uring ring;
 	int event_fd; /* rung when a write has ended */
 	struct record *records; /* a ring of `depth` */
@@ -66,8 +66,8 @@ struct tk_lane {
 	pthread_mutex_t lock; /* for all that follows */
 	struct tk_ground ground, next_ground, ground_before; /* see `tk_lane_state` */
 	uint32_t used, used_before; /* records begun on the first and the last of them */
-	int expects;	       /* more of it will come */
-	uint32_t wanted_pages; /* by blocks that wait for it, as the application was told */
+	int expects;	       /* more ground will follow */
+	uint32_t wanted_pages; /* for the blocks that wait for ground, as reported to the application */
 	uint64_t begun;	       /* since the lane was opened, atomic */
 	uint64_t clear_until;  /* records of lower generations may be acknowledged */
 	int failed; /* the errno of a failed write; 0: none */

@@ -7,7 +7,7 @@
 #include <errno.h>
 #include <stdlib.h>
 
-#define STAGED_BYTES (8u << 20) /* bytes that were encrypted and are being written */
+#define STAGED_BYTES (8u << 20) /* encrypted bytes that are being written */
 
 static void free_lane(struct tk_lane *lane)
 {

@@ -1,8 +1,9 @@
 /*
  * A lane's writes: records become pieces, encrypted if required, that go to the drive through its io_uring.
  *
- * What always holds: pieces begin, and give back their staged memory, in one order. If a record can't be encrypted, no more
- * of it is written. A short write continues where it stopped; after a failed write its record has failed.
+ * What always holds: pieces release their staged memory in the order in which they begin. If a record can't be
+ * encrypted, no more of it is written. A short write continues where it stopped; after a failed write its record has
+ * failed.
  */
 #define _GNU_SOURCE
 #include "lane_inside.h"
@@ -12,7 +13,7 @@
 
 #define STUMBLES_MAX 16u     /* attempts at one write: EINTR and EAGAIN are not errors of the drive */
 #define DIRECT_ALIGN 512u
-#define UNHURRIED_COUNT 16u  /* writes that are submitted together where no peer waits for one, */
+#define UNHURRIED_COUNT 16u  /* writes are submitted when there are so many, if no peer waits for one, */
 #define UNHURRIED_NS 500000u /* or after this time */
 #define PIECE_BYTES (512u << 10) /* of a payload that are encrypted and written together */
 
@@ -73,8 +74,8 @@ static void end_if_over(struct record *record)
 	record->has_ended = record->is_whole && !record->pieces;
 }
 
-/* Encrypts the next bytes of a record, and begins to write them; of a large one the header page comes with the last of them.
- * 0: there is no room for them now. */
+/* Encrypts the next bytes of a record, and begins to write them; the header page of a large record is written with the
+ * last of them. 0: there is no room for them now. */
 static int encrypt_piece(struct tk_lane *lane, struct record *record)
 {
 	const struct tk_encryption *with = &lane->setup.encryption;
@@ -184,8 +185,8 @@ int reap_writes(struct tk_lane *lane)
 	return busy;
 }
 
-/* Writes that no peer waits for are submitted together, and not between a peer's `landed` and its next put. The kernel may not
- * take what there is now; then it is offered again in the next round. */
+/* Writes that no peer waits for are submitted together, and not between a peer's `landed` and its next put. Entries
+ * that the kernel doesn't accept now are submitted again in the next round. */
 void submit_writes(struct tk_lane *lane)
 {
 	if (!lane->unsubmitted)

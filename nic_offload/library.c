@@ -16,7 +16,7 @@
 #include <string.h>
 
 #define RANGES 2u /* target ranges of a put with its flag */
-#define PARTS 3u  /* and its source ranges: head, bytes, flag */
+#define PARTS 3u  /* its source ranges: head, bytes, flag */
 
 static struct library library;
 static int loaded;
@@ -29,8 +29,9 @@ static void *resolve(void *handle, const char *name, const char *version)
 	return symbol ? symbol : dlsym(handle, name);
 }
 
-/* What is set while libfabric is loaded and a fabric of ours is opened, unless the user has set it; not for longer, because
- * other users of libfabric in the process would read it too. Nothing of a provider that they may share with us. */
+/* Variables that are set while libfabric is loaded and a fabric of ours is opened, unless the user has set them. Not
+ * for longer, because other users of libfabric in the process would read them too; and none of a provider that such
+ * users may share with us. */
 static struct variable {
 	const char *name, *value;
 	int is_ours;
@@ -41,7 +42,7 @@ static struct variable {
 	/* The sockets provider would spin for 10 ms at a time in its own thread. */
 	{"FI_SOCKETS_PE_WAITTIME", "0", 0},
 };
-static int environments; /* under way */
+static int environments; /* uses in progress */
 static pthread_mutex_t environment_lock = PTHREAD_MUTEX_INITIALIZER;
 
 void library_environment(int begins)
@@ -122,8 +123,8 @@ struct fi_info *library_hints(const struct library *asked, const char *provider,
 	hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY |
 				      FI_MR_ENDPOINT;
 	hints->domain_attr->threading = FI_THREAD_SAFE;
-	/* Without an order asked for, shm writes straight into the other process, where neither a key nor the end of
-	 * a region stops it, nor a closed endpoint. */
+	/* Unless an order is requested, shm writes straight into the other process, where no key, no end of a region
+	 * and no closed endpoint stops it. */
 	if (provider && !strcmp(provider, "shm"))
 		hints->tx_attr->msg_order = FI_ORDER_WAW;
 	if (provider && !(hints->fabric_attr->prov_name = strdup(provider))) {
@@ -141,7 +142,8 @@ static int is_one_of(const char *name, const char *const *names)
 	return 0;
 }
 
-/* In one message, because a connection that breaks between two loses the first and may carry the second: order is not enough. */
+/* One message, because order is not enough: a connection that breaks between two loses the first and may carry the
+ * second. */
 uint64_t tk_order_max(uint64_t orders, uint64_t size_max, uint64_t ranges, uint64_t parts)
 {
 	return orders & (FI_ORDER_WAW | FI_ORDER_RMA_WAW) && ranges >= RANGES && parts >= PARTS ? size_max : 0;
@@ -172,8 +174,8 @@ int library_has_domains(const struct fi_info *info)
 
 int library_confirms(const char *provider_name)
 {
-	/* Its writes are done by the peer in any case, and one that is refused never ends. Asked to confirm them, it does
-	 * one at a time. */
+	/* The peer performs shm's writes in any case, and a refused write never ends. With confirmations shm does one
+	 * write at a time. */
 	return strcmp(provider_name, "shm") != 0;
 }
 
@@ -185,7 +187,8 @@ int library_shows_breaks(const char *provider_name)
 
 int library_loses_context(const char *provider_name)
 {
-	/* The end of an injected write has none, and its error path takes that for a pointer (1.17: a crash). */
+	/* The completion of an injected write has no context, and the provider's error path uses it as a pointer (1.17:
+	 * a crash). */
 	return strstr(provider_name, "ofi_rxm") != NULL;
 }
 

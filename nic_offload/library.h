@@ -30,17 +30,17 @@ uint32_t library_version_asked(const struct library *library);
 /* Hints for an endpoint that can do what a fabric here needs; free with freeinfo. NULL: no memory. */
 struct fi_info *library_hints(const struct library *library, const char *provider, int deferred);
 
-/* Whether it implements FI_QUEUE_WORK. */
+/* Whether the provider implements FI_QUEUE_WORK. */
 int library_defers_work(const char *provider_name);
 
-/* Whether FI_DELIVERY_COMPLETE makes a difference. */
+/* Whether FI_DELIVERY_COMPLETE makes a difference with the provider. */
 int library_confirms(const char *provider_name);
 
-/* Whether an endpoint of it accepts everything while there is a connection, so that one that accepts nothing more has lost
- * it. The provider itself reports no loss if, as far as it knows, nothing was under way. */
+/* Whether an endpoint of it accepts everything while there is a connection, so that one that accepts nothing more has
+ * lost it. The provider itself reports no loss if, as far as it knows, nothing was under way. */
 int library_shows_breaks(const char *provider_name);
 
-/* Whether the failure of a write without a context of its own crashes it. */
+/* Whether the failure of a write without its own context crashes the provider. */
 int library_loses_context(const char *provider_name);
 
 /* Whether a write never overtakes an earlier one to the same place. */
@@ -55,11 +55,11 @@ size_t library_order_max(const struct fi_info *info);
 /* Whether its connections are TCP, and everything under way ends with its endpoint. */
 int library_has_streams(const char *provider_name);
 
-/* Whether another domain costs next to nothing: no thread of its own (`sockets` has three), and no registration of memory
- * that peers don't access. */
+/* Whether another domain costs next to nothing: no thread (`sockets` has three), and no registration of memory that
+ * peers don't access. */
 int library_has_domains(const struct fi_info *info);
 
-/* The environment that libfabric is loaded and opened in: begins, ends. */
+/* Sets the environment in which libfabric is loaded and opened; `begins` 0: restores it. */
 void library_environment(int begins);
 
 #endif

@@ -13,8 +13,8 @@
 #endif
 #define SMALL_PAGE 4096u
 #define HUGE_PAGE (2u << 20)
-#define HUGE_PAGE_NS UINT64_C(20000000) /* one may take so long on average: memory is fragmented, and has to be moved */
-#define HUGE_PAGES_MORE 64u /* the time for so many is allowed beyond that */
+#define HUGE_PAGE_NS UINT64_C(20000000) /* average time allowed for one: fragmented memory has to be moved */
+#define HUGE_PAGES_MORE 64u /* the time for this many is allowed beyond that */
 
 void copy_plain(void *to, const void *from, size_t length)
 {
@@ -26,7 +26,7 @@ void copy_plain(void *to, const void *from, size_t length)
 
 #define LINE 64
 
-/* For much memory that is written whole: its lines are not read first, and the cache keeps what it has. */
+/* For large copies that overwrite whole cache lines: the lines are not read first, and the cache keeps its contents. */
 void copy_past_cache(void *target, const void *source, size_t length)
 {
 	char *to = target;
@@ -42,7 +42,7 @@ void copy_past_cache(void *target, const void *source, size_t length)
 			_mm_stream_si128((__m128i *)(to + first + part),
 					 _mm_loadu_si128((const __m128i *)(from + first + part)));
 	memcpy(to + first, from + first, length - first);
-	_mm_sfence(); /* before others are told of these bytes */
+	_mm_sfence(); /* before other threads learn of these bytes */
 }
 #else
 void copy_past_cache(void *target, const void *source, size_t length)
@@ -62,10 +62,10 @@ int tk_memory_populate(void *address, size_t length)
 
 /* Puts shared memory that is not used yet into huge pages, as far as the kernel has them; returns how much is in them.
  *
- * By default Linux gives shared memory small pages, whatever `madvise` says. They take nine times as long to allocate, and
- * drives may be half as fast with them. But it collapses a range in which one page is present, if the range is mapped at a
- * multiple of a huge page's size. So it is mapped there for as long as this takes. If that is too long, because memory is
- * fragmented, the rest is left to small pages. */
+ * By default Linux gives shared memory small pages, whatever `madvise` says. They take nine times as long to allocate,
+ * and drives may be half as fast with them. But it collapses a range in which one page is present, if the range is
+ * mapped at a multiple of a huge page's size. So it is mapped there for as long as this takes. If it takes too long,
+ * because memory is fragmented, the rest stays in small pages. */
 size_t tk_memory_collapse(int fd, size_t length)
 {
 	size_t done = 0, reserved = length + HUGE_PAGE;

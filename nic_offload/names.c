@@ -1,6 +1,6 @@
 /*
- * The set of stored names, as keyed hashes, with the place of each on its drive. It tells the receiver, without Python,
- * which blocks it can't judge itself, and a desk where to read blocks that are not in memory.
+ * The set of stored names, as keyed hashes, with the place of each on its drive. Without Python, the receiver uses it
+ * to recognise blocks that it can't judge itself, and a desk uses it to locate blocks that are not in memory.
  *
  * What always holds: a name that was added is found until it is removed. A name that was not added may be found too,
  * by collision (one in 2^64 for each stored name) or when memory runs out. So a name that is not found is not stored,
@@ -50,7 +50,7 @@ static int widen(struct names_part *part)
 	return 0;
 }
 
-/* NULL: there is no memory for it. */
+/* Returns NULL if there is no memory. */
 static struct names_entry *add(struct names *names, uint64_t hash)
 {
 	struct names_part *part = part_of(names, hash);
@@ -93,7 +93,7 @@ void names_free(struct names *names)
 		free(names->parts[i].entries);
 }
 
-/* NULL: there is none. */
+/* Returns NULL if there is none. */
 static struct names_entry *find(struct names *names, const uint8_t *name)
 {
 	uint64_t hash = hash_of(names, name);

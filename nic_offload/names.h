@@ -22,7 +22,7 @@ struct names_part {
 struct names {
 	uint64_t secret[2];
 	struct names_part parts[NAMES_PARTS];
-	int is_blind; /* memory ran out for a name: any name may be stored */
+	int is_blind; /* there was no memory for a name: any name may be stored */
 };
 
 int names_init(struct names *names);

@@ -6,9 +6,9 @@
  * counter. The first step is queued first. If the NIC has no room for the second, or must not have it, the operation is
  * `cut`: the agent does the second step once the first is done.
  *
- * What always holds: an operation is either in our own queue or at the NIC, never in both. A slot at the NIC is
- * reused only when nothing unfinished can refer to it, and counts as lost until then. Operations for which the NIC
- * has no room are fired by the agent. Nothing waits at a NIC for a counter that a failed transfer could bring to its
+ * What always holds: an operation is either in our own queue or at the NIC, never in both. A slot at the NIC is reused
+ * only when nothing unfinished can refer to it, and counts as lost until then. Operations for which the NIC has no room
+ * are fired by the agent. No operation waits at a NIC for a counter that a failed transfer could bring to its
  * threshold: fi_trigger(3) compares thresholds with successes plus failures, the source of cxi with successes. Each NIC
  * is probed when it is opened (nic_probe.c); if the result is unclear it counts as the first kind.
  *
@@ -129,7 +129,7 @@ int nic_renew_moved(struct tk_fabric *fabric, struct slot *slot)
 	return 0;
 }
 
-/* The operation leaves the NIC, and its slot is lost or free. */
+/* The operation leaves the NIC, and its slot becomes lost or free. */
 void nic_leave(struct tk_fabric *fabric, struct slot *slot, int lost)
 {
 	struct work *work = slot->work;
@@ -151,7 +151,7 @@ void nic_leave(struct tk_fabric *fabric, struct slot *slot, int lost)
 	slot->work = NULL;
 	slot->lost = 1;
 	nic->lost++;
-	/* Its steps still refer to these. */
+	/* the NIC's steps still refer to these */
 	slot->trigger = work->op.trigger;
 	slot->completion = has_counter(&work->op) ? work->op.completion : NULL;
 	__atomic_add_fetch(&slot->trigger->uses, 1, __ATOMIC_RELAXED);
@@ -211,7 +211,7 @@ void nic_fired(struct tk_fabric *fabric, struct slot *slot, uint64_t now_ns)
 		report(fabric, TK_FIRED, work->op.tag, now_ns, 0, now_ns);
 }
 
-/* Moves the NIC's counter after the word. If the NIC moves no counters itself, this fires operations. */
+/* Moves the NIC's counter to the value of the word. If the NIC doesn't move counters itself, this fires operations. */
 void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint64_t value)
 {
 	struct nic *nic = &fabric->nic;
@@ -265,7 +265,7 @@ static void kick(struct slot *slot)
 	fi_cntr_add(slot->moved, 0);
 }
 
-/* Completions that no queue reports. */
+/* Finds completions that no queue reports. */
 int nic_poll(struct tk_fabric *fabric)
 {
 	struct nic *nic = &fabric->nic;
@@ -316,8 +316,8 @@ void nic_taken_back(struct tk_fabric *fabric, struct slot *slot, int lost)
 		finish(fabric, work, status);
 }
 
-/* All unfired operations that wait for this counter, by replacing it: what waits for a closed one never fires. Only
- * where the NIC moves no counters of its own accord. */
+/* Takes back all unfired operations that wait for this counter, by replacing it: an operation that waits for a closed
+ * counter never fires. Only for a NIC that doesn't move counters itself. */
 int nic_take_back(struct tk_fabric *fabric, struct tk_counter *counter)
 {
 	struct nic *nic = &fabric->nic;
@@ -337,7 +337,7 @@ int nic_take_back(struct tk_fabric *fabric, struct tk_counter *counter)
 	return 0;
 }
 
-/* Into our own queue and out of it, if it has not fired. */
+/* Moves an operation into our own queue and removes it from there, if it has not fired. */
 int nic_withdraw(struct tk_fabric *fabric, struct work *work)
 {
 	if (fabric->nic.own_counters || work->slot->fired)
@@ -349,7 +349,7 @@ int nic_withdraw(struct tk_fabric *fabric, struct work *work)
 	return 1;
 }
 
-/* The work item is freed; the NIC's steps for it stay. */
+/* The work item is freed; the NIC's steps for it remain. */
 void nic_give_up(struct tk_fabric *fabric, struct work *work)
 {
 	nic_leave(fabric, work->slot, 1);

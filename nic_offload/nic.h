@@ -17,8 +17,8 @@ static inline int has_flag(const struct tk_operation *op)
 	return !!(op->flags & TK_FLAG_PUT);
 }
 
-/* Whether the NIC itself moves the counter that the operation is to move. A transfer may fail, and operations that wait for
- * its counter must not fire then: where failures fire too, we move the counter once the transfer has succeeded. */
+/* Whether the NIC itself moves the counter that the operation is to move. A transfer may fail, and operations that wait
+ * for its counter must not fire then: where failures fire too, we move the counter once the transfer has succeeded. */
 static inline int has_counter(const struct tk_operation *op)
 {
 	const struct tk_counter *counter = op->completion;

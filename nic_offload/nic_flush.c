@@ -1,14 +1,15 @@
 /*
- * Takes operations back from a NIC with counters of its own (cxi), by a flush of its whole domain: everything that
- * has not fired is dropped without a report; what has fired continues for as long as its peer lets it.
+ * Takes operations back from a NIC with its own counters (cxi), by a flush of its whole domain: everything that has not
+ * fired is dropped without a report; what has fired continues for as long as its peer lets it.
  *
  * What always holds: an operation that is known to have fired is not taken back, so it is not sent twice. Operations
  * that come back wait in our own queue, and are handed over again or cancelled there. If the bytes of an operation
  * were under way, the flush dropped its flag, and the agent puts it once the bytes have arrived.
  *
- * The flush takes a second, and a thread of its own waits for it. Meanwhile nothing is handed over, and no counter of the NIC
- * is read or set, which would have to wait for the flush; everything else goes on. Operations that the NIC held when the
- * flush began, and counters without a word, stand still until its end. Commands that need it are put off until then (core.c).
+ * The flush takes a second, and a separate thread waits for it. Meanwhile nothing is handed over, and no counter of the
+ * NIC is read or set, because that would have to wait for the flush; everything else goes on. Operations that the NIC
+ * held when the flush began, and counters without a word, make no progress until it ends. Commands that need it are
+ * postponed until then (core.c).
  *
  * What can't be known: whether an operation whose counter reached its threshold during the flush had fired before it.
  * It had most of a second to complete. If it did not, it has not gone out, unless something else that went to the same
@@ -35,7 +36,7 @@ static int have_moved(const struct slot *slot)
 	return is_pair(slot) && fi_cntr_read(slot->moved) > slot->moved_before;
 }
 
-/* The agent now puts the flag: the NIC had none, or has dropped it, which is certain only later. */
+/* From here on the agent puts the flag: the NIC had no flag, or has dropped it, which is certain only later. */
 void nic_put_flag(struct tk_fabric *fabric, struct slot *slot, int lost)
 {
 	struct work *work = slot->work;
@@ -183,8 +184,8 @@ void nic_flush_at_last(struct tk_fabric *fabric)
 	nic->just_flushed = 1;
 }
 
-/* The counter has failed, and operations that wait for it fail as they come back: if a NIC kept them they might still fire,
- * since any process with the doorbell can move the counter. */
+/* The counter has failed, and operations that wait for it fail as they come back: if a NIC kept them they might still
+ * fire, since any process with the doorbell can move the counter. */
 int nic_fail_waiting(struct tk_fabric *fabric, struct tk_counter *counter)
 {
 	if (!counter->held)

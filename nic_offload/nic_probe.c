@@ -1,8 +1,8 @@
 /*
- * Finds out what a NIC with counters of its own compares thresholds with: successes, as in the source of cxi, or
- * successes plus failures, as in fi_trigger(3).
+ * Finds out what a NIC with its own counters compares thresholds with: successes, as in the source of cxi, or successes
+ * plus failures, as in fi_trigger(3).
  *
- * What always holds: if the probe has no result, or the NIC no slot left for it, failures are assumed to fire: then
+ * What always holds: if the probe has no result, or the NIC has no slot left for it, failures are assumed to fire: then
  * nothing is handed over that would be wrong there.
  */
 #define _GNU_SOURCE

@@ -1,8 +1,8 @@
 /*
  * Hands operations to the NIC, as many as it has room for, each as one or more steps.
  *
- * What always holds: the first step is queued first. So a NIC that accepts only some steps has none that waits for a step it
- * doesn't have, and no slot is lost.
+ * What always holds: the first step is queued first. So if a NIC accepts only some of the steps, none of them waits for
+ * a missing one, and no slot is lost.
  */
 #define _GNU_SOURCE
 #include "nic.h"
@@ -89,7 +89,7 @@ static void make_steps(struct slot *slot)
 		add_flag(slot, trigger, threshold);
 	if (!op->endpoint) {
 		enum fi_op_type type = op->flags & TK_SET_COUNTER ? FI_OP_CNTR_SET : FI_OP_CNTR_ADD;
-		/* This detects its end. */
+		/* This step detects the end of the operation. */
 		add_count(slot, add_step(slot, trigger, threshold, NULL, FI_OP_CNTR_ADD), 0, slot->done, 1);
 		add_count(slot, add_step(slot, trigger, threshold, NULL, type), 1, op->completion->nic, op->step);
 	}
@@ -114,7 +114,7 @@ static int waits_at_the_nic(const struct tk_operation *op)
 	return !op->trigger->word || op->threshold > op->trigger->mirrored;
 }
 
-/* A transfer ends by adding one to a counter; it can't move one in another way. */
+/* A transfer ends by adding one to a counter; it can't change a counter in another way. */
 static int counts_as_a_nic_does(const struct tk_operation *op)
 {
 	if (!op->endpoint)
@@ -122,8 +122,8 @@ static int counts_as_a_nic_does(const struct tk_operation *op)
 	return !has_counter(op) || (op->step == 1 && !(op->flags & TK_SET_COUNTER));
 }
 
-/* The bytes of one that is to be summed must be seen here first, those in pieces be gathered, and one by grant finds its slot
- * when it fires. */
+/* Whether the NIC can hold it. Not if its bytes must be checksummed, or gathered from pieces, which is done here, or if
+ * it is a put by grant, which gets its slot when it fires. */
 static int may_be_held(const struct tk_fabric *fabric, const struct work *work)
 {
 	const struct tk_operation *op = &work->op;
@@ -155,14 +155,14 @@ static int hand_one(struct tk_fabric *fabric, struct work *work)
 	return -ENOSPC;
 }
 
-/* Nothing would keep the NIC from firing it anyway. */
+/* Whether its deadline has passed: the NIC would fire it anyway. */
 static int is_over(const struct work *work)
 {
 	return work->op.deadline_ns && tk_now_ns() >= work->op.deadline_ns;
 }
 
-/* As many as fit, lowest threshold first. One that can't be held stands in the way of those above it: the agent
- * will fire them all, and the order in which operations are queued is not the order in which they fire. */
+/* Hands over as many as fit, lowest threshold first. An operation that can't be held also keeps back those above it:
+ * the agent will fire them all, and the order in which operations are queued is not the order in which they fire. */
 int nic_hand_over(struct tk_fabric *fabric, struct tk_counter *counter)
 {
 	struct nic *nic = &fabric->nic;

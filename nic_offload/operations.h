@@ -1,6 +1,6 @@
 /*
- * Operations and watches of a fabric, the events that report on them, and the memory that they use. A part of the public
- * header, core.h.
+ * Operations and watches of a fabric, the events that report on them, and the memory that they use. A part of the
+ * public header, core.h.
  */
 #ifndef TRIGGERKV_OPERATIONS_H
 #define TRIGGERKV_OPERATIONS_H
@@ -28,7 +28,7 @@ struct tk_pieces;
 enum tk_event_kind {
 	TK_FIRED,	/* value: the nanosecond at which the threshold was seen reached; only with TK_REPORT_FIRED,
 			 * and never if the counter's value is the NIC's own */
-	TK_DONE,	/* all of it has arrived at the peer; value: the nanosecond of posting, 0 if a NIC fired it; not with TK_ACKED_PUT */
+	TK_DONE,	/* all has arrived at the peer; value: nanosecond of posting, 0 if a NIC fired it; not with TK_ACKED_PUT */
 	TK_SENT,	/* as TK_DONE, with TK_SENT_PUT: it is not known whether it arrived or was refused */
 	TK_FAILED,	/* status: why. -ECANCELED, -ETIMEDOUT, -EPIPE (one before it in the chain failed), -EBADMSG
 			 * (a put's CRC differs), -ENODATA (its record was not read): nothing went out, nor will; any other
@@ -61,7 +61,7 @@ enum tk_event_kind {
 struct tk_provider_info {
 	char name[TK_PROVIDER_NAME_BYTES];
 	int rma;
-	int ordered;	   /* writes to one peer arrive in the order in which they were posted */
+	int ordered;	   /* writes to one peer arrive in the order of posting */
 	int deferred_work; /* implements FI_QUEUE_WORK */
 };
 
@@ -75,7 +75,7 @@ struct tk_event {
 
 struct tk_operation {
 	uint64_t tag;
-	struct tk_endpoint *endpoint; /* NULL if only a counter is moved */
+	struct tk_endpoint *endpoint; /* NULL: only a counter is moved */
 	uint64_t peer;
 	uint64_t local;
 	uint64_t remote;
@@ -85,7 +85,7 @@ struct tk_operation {
 	uint64_t flag_value;
 	struct tk_counter *trigger; /* NULL: it fires at once */
 	uint64_t threshold;	    /* it fires when `trigger` is at least this */
-	struct tk_counter *completion; /* NULL, or what is moved when all else is done */
+	struct tk_counter *completion; /* the counter that is moved when all else is done, or NULL */
 	uint64_t step;
 	uint64_t deadline_ns;
 	struct tk_region *region; /* holds the local bytes; NULL when length is 0 */
@@ -100,8 +100,8 @@ struct tk_operation {
 	uint32_t skip, part; /* with TK_VERIFY_CRC: `part` of the checksummed bytes are put, after the first `skip`; 0: all */
 };
 
-/* The head of a put: it describes the block. It lies right before the payload, in the last bytes of the slot's first page;
- * metadata about the block's session or trace lies before it. */
+/* The head of a put: it describes the block. It lies right before the payload, in the last bytes of the slot's first
+ * page; metadata about the block's session or trace lies before it. */
 #define TK_KEY_BYTES 32
 #define TK_FINGERPRINT_BYTES 16
 #define TK_OWNER_BYTES 16
@@ -124,11 +124,11 @@ struct tk_put_head {
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t fingerprint[TK_FINGERPRINT_BYTES];
 	uint8_t domain[TK_DOMAIN_BYTES]; /* its key encrypts the block on the drive; zeros: none was named */
-	uint64_t fired_ns; /* when the flag was seen, by the sender's CLOCK_MONOTONIC; 0: an earlier version. Set by the sender */
+	uint64_t fired_ns; /* when the flag was seen (sender's CLOCK_MONOTONIC); 0: an earlier version. Set by the sender */
 	uint64_t tag; /* on a sealed connection, of the metadata and all fields before it; otherwise 0. Set by the sender */
 };
 
-/* A batch of puts by grants, followed by a row for each of its blocks. They are told apart by tag + 2 * number. */
+/* A batch of puts by grants, followed by a row for each of its blocks. Their tags differ: tag + 2 * number. */
 struct tk_puts {
 	uint64_t tag;
 	struct tk_sender *sender;
@@ -150,7 +150,7 @@ struct tk_put_row {
 	uint64_t threshold;
 	struct tk_pieces *pieces;
 	uint32_t length;
-	uint32_t is_named; /* 0: it is sent only once it has been named */
+	uint32_t is_named; /* 0: it is sent only once it has a name */
 	uint8_t key[TK_KEY_BYTES];
 	uint8_t domain[TK_DOMAIN_BYTES];
 };
@@ -170,7 +170,7 @@ struct tk_landing {
 	uint32_t quiet;	      /* no acknowledgement: this is not a block, and is answered otherwise */
 	struct tk_desk *desk; /* NULL, or calls arrive here, and this desk may answer them. If it does there is no
 			       * event, and the landing waits for the next generation */
-	struct tk_region *region; /* has the flag word; NULL only where the connection is not sealed */
+	struct tk_region *region; /* has the flag word; may be NULL if the connection is not sealed */
 };
 
 struct tk_ack_watch {
@@ -206,7 +206,7 @@ struct tk_statistics {
 	uint64_t in_flight, watches;
 	uint64_t loops, sleeps, asleep_ns, cpu_ns, alive_ns;
 	uint64_t searches; /* for sockets */
-	uint64_t turns;	   /* of callers, which ran rounds while they waited */
+	uint64_t turns;	   /* times that callers ran rounds while they waited */
 };
 
 uint32_t tk_crc32c(const void *data, size_t length, uint32_t seed);
@@ -232,7 +232,7 @@ uint64_t tk_now_ns(void);
 int tk_memory_populate(void *address, size_t length);
 size_t tk_memory_collapse(int fd, size_t length);
 struct tk_run {
-	uint64_t piece; /* of which of the sources */
+	uint64_t piece; /* index of the source */
 	uint64_t source, target, length;
 };
 void tk_copy_runs(const struct tk_run *runs, size_t count, const uint64_t *sources, uint64_t target);

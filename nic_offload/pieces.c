@@ -1,9 +1,8 @@
 /*
- * Blocks whose bytes lie in pieces: gathered into one run when a put of them fires, scattered when a get of them has
- * arrived.
+ * Blocks whose bytes lie in pieces: gathered into one run when a put fires, scattered when a get has arrived.
  *
- * Why copies, and not a message for each piece: a page of KV is a few KiB, and a message costs more than copying it
- * (docs/performance.md). A put is copied and checksummed in one pass.
+ * The bytes are copied, and not sent as a message for each piece, because a page of KV is a few KiB, and a message
+ * costs more than the copy (docs/performance.md). A put is copied and checksummed in one pass.
  *
  * What always holds: each piece lies in one region, which can't be closed while a put of the pieces is queued. The
  * list of pieces never changes, and is freed when neither its owner nor an operation uses it.

@@ -1,9 +1,9 @@
 /*
  * Posts puts and gets, their chained flags and acknowledgements, and takes their completions.
  *
- * What always holds: where the provider keeps writes of that size in order, and accepts two target ranges, a flag put goes
- * out in the same message as its bytes; otherwise only after the bytes were delivered. A counter is moved only after both
- * were delivered. Each endpoint has its own share of the wire.
+ * What always holds: where the provider keeps writes of that size in order, and accepts two target ranges, a flag put
+ * goes out in the same message as its bytes; otherwise only after the bytes were delivered. A counter is moved only
+ * after both were delivered. Each endpoint has its own share of the wire.
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -14,12 +14,13 @@
 #define COMPLETIONS_A_ROUND 64
 #define STALL_SHARE 8 /* a stalled endpoint is retried after an eighth of the time it has been stalled, */
 #define STALL_PAUSE_NS_MAX 1000000000u /* at most a second: each attempt at a lost peer costs a connection */
-#define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond, */
-#define MOVED_RESTED_NS 25000u /* and up to twenty after a nap */
-#define TOO_LATE 2 /* result of posting a put after its deadline, */
-#define TOLD 3	   /* and of posting one that the peer reads itself */
+#define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond */
+#define MOVED_RESTED_NS 25000u /* up to 20 us after a nap */
+#define TOO_LATE 2 /* result of posting a put after its deadline */
+#define TOLD 3	   /* result of posting a put that the peer reads itself */
 
-/* Whether its completion means arrival, confirmed by the peer's side. Otherwise arrival is known elsewhere, or not needed. */
+/* Whether its completion means arrival, confirmed by the peer's side. Otherwise arrival is known elsewhere, or not
+ * needed. */
 static int is_to_be_confirmed(const struct tk_fabric *fabric, const struct tk_operation *op)
 {
 	return op->completion || (fabric->confirms && !(op->flags & (TK_QUIET | TK_ACKED_PUT | TK_SENT_PUT)));
@@ -81,7 +82,7 @@ int post_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t w
 	return note_taken(endpoint, (int)fi_writemsg(endpoint->fid, &message, FI_INJECT | FI_COMPLETION));
 }
 
-/* 1: sent, and no completion follows. */
+/* Returns 1 if it was sent and no completion follows. */
 static int post_flag(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
@@ -145,8 +146,8 @@ static int post_bytes(struct tk_fabric *fabric, struct work *work)
 	return (int)fi_writemsg(op->endpoint->fid, &message, FI_COMPLETION | (confirmed ? FI_DELIVERY_COMPLETE : 0));
 }
 
-/* Sends `landed` to the peer, once. -FI_EAGAIN: not yet. A peer that is gone, or gave a word that isn't its own, gets
- * nothing; the block has landed all the same. */
+/* Sends `landed` to the peer, once. -FI_EAGAIN: not yet. If the peer is gone or gave an invalid word, nothing is sent;
+ * the block has landed all the same. */
 int post_landed(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_landing *landing = &work->landing;
@@ -181,8 +182,8 @@ static int post_one(struct tk_fabric *fabric, struct work *work)
 	return only_flag ? post_flag(fabric, work) : post_bytes(fabric, work);
 }
 
-/* A provider's error says nothing of whether bytes went out. The codes that do are ours alone: cancelled, too late,
- * a differing CRC and a record that was not read all mean that nothing did, and callers build upon that. */
+/* A provider's error doesn't show whether bytes went out. Only our own codes do: cancelled, too late, a differing CRC
+ * and a record that was not read all mean that nothing went out, and callers rely on it. */
 int status_of_provider(int error)
 {
 	switch (error) {
@@ -199,7 +200,7 @@ int status_of_provider(int error)
 	}
 }
 
-/* The outcome for the first item of an endpoint's queue. */
+/* Handles the result of posting the first item of an endpoint's queue. */
 static void posted(struct tk_fabric *fabric, struct work *work, int status)
 {
 	if (work->kind == WORK_LANDING) {
@@ -283,7 +284,7 @@ int post_ready(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The bytes have arrived. A get's may have to be checksummed first, and a flag may have to follow. */
+/* The bytes have arrived. Those of a get may have to be checksummed first, and a flag may have to follow. */
 static void moved(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
@@ -341,10 +342,10 @@ int drain_completions(struct tk_fabric *fabric)
 	return drained;
 }
 
-/* Bytes that a peer writes give no completion here, yet the provider only takes them out of its sockets while
- * its queue is read. A read that took long has moved some, and more are likely behind them: the thread must
- * not nap now, or the peer's writes would advance by one socket buffer a nap. The first read after a nap takes longer
- * in any case, because its caches are cold. */
+/* Bytes that a peer writes cause no completion here, but the provider takes them out of its sockets only while its
+ * queue is read. A read that took long has moved some, and more are likely to follow: the thread must not nap now, or
+ * the peer's writes would advance by one socket buffer per nap. The first read after a nap takes longer in any case,
+ * because its caches are cold. */
 int progress_wire(struct tk_fabric *fabric)
 {
 	uint64_t limit_ns = fabric->rested ? MOVED_RESTED_NS : MOVED_NS;

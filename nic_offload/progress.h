@@ -35,7 +35,7 @@ void get_ready(struct tk_fabric *fabric, struct work *work, enum work_state stat
 
 /* commands.c */
 void run_command(struct tk_fabric *fabric, struct command *command);
-int run_put_off(struct tk_fabric *fabric);     /* commands whose flush has ended; returns whether there was one */
+int run_put_off(struct tk_fabric *fabric);     /* runs commands whose flush has ended; returns whether there was one */
 void refuse_put_off(struct tk_fabric *fabric); /* because the thread ends */
 
 /* counter.c: operations that wait for counters */
@@ -62,9 +62,9 @@ void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint6
 int nic_completed(struct tk_fabric *fabric, void *context, int status);
 int nic_poll(struct tk_fabric *fabric);
 int nic_take_back(struct tk_fabric *fabric, struct tk_counter *counter);
-int nic_flush(struct tk_fabric *fabric); /* 0: it is done; NOT_YET: call again when it has ended */
-int nic_end_flush(struct tk_fabric *fabric); /* whether one has */
-void nic_flush_at_last(struct tk_fabric *fabric); /* before the thread ends; waits for it */
+int nic_flush(struct tk_fabric *fabric); /* 0: done; NOT_YET: call again when it has ended */
+int nic_end_flush(struct tk_fabric *fabric); /* returns whether one has ended */
+void nic_flush_at_last(struct tk_fabric *fabric); /* flushes before the thread ends, and waits for it */
 int nic_withdraw(struct tk_fabric *fabric, struct work *work);
 void nic_give_up(struct tk_fabric *fabric, struct work *work);
 int nic_is_tied_to(const struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
@@ -85,7 +85,7 @@ int check_operation(const struct tk_fabric *fabric, const struct tk_operation *o
 struct work *enqueue_operation(struct tk_fabric *fabric, const struct tk_operation *op);
 struct work *enqueue_ack(struct tk_fabric *fabric, const struct tk_ack_watch *watch);
 
-/* group.c: what callers wait for; any thread for the first two */
+/* group.c: groups that callers wait for; any thread for the first two */
 int group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int awaited, size_t head_bytes,
 	       struct tk_group **out);
 struct tk_put_head *group_head(struct tk_group *group, uint32_t row); /* NULL: it has none */
@@ -93,7 +93,7 @@ void group_use(struct tk_group *group);
 void group_let_go(struct tk_group *group);
 void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns);
 void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code);
-void group_copies(struct tk_group *group, uint32_t row, int copies); /* while it does, no word ends that row */
+void group_copies(struct tk_group *group, uint32_t row, int copies); /* while set, no word ends that row */
 
 /* posting.c: what is posted, what has completed */
 int status_of_provider(int error);
@@ -108,8 +108,8 @@ int progress_wire(struct tk_fabric *fabric);
 
 /* words.c: words that wait, or might be overtaken */
 int post_or_queue_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer,
-		       uint64_t target, uint64_t key); /* as post_word; if the provider has no room now, later */
-int word_follows(struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, struct spot spot); /* whether it waits for one to the same place */
+		       uint64_t target, uint64_t key); /* as post_word, but later if the provider has no room now */
+int word_follows(struct tk_endpoint *endpoint, uint64_t word, uint64_t peer, struct spot spot); /* whether it waits */
 int post_word_in_order(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, uint64_t peer,
 		       struct spot spot);
 void word_is_over(struct tk_fabric *fabric, struct work *work);
@@ -169,7 +169,7 @@ void over_at_desk(struct work *work, int status);
 void poll_desks(struct tk_fabric *fabric);
 
 /* desk_cold.c: blocks of such calls that a reader reads */
-int cold_is_there(struct work *work, uint64_t place, uint64_t generation); /* the name of what was read still has that place */
+int cold_is_there(struct work *work, uint64_t place, uint64_t generation); /* its name still has that place */
 void cold_over(struct work *work);
 void cold_room_stays(struct work *work);
 void cold_room_back(struct tk_shelf *shelf, const struct tk_room *room);
@@ -189,7 +189,8 @@ struct queue *sender_queue(const struct work *work); /* where it waits for a slo
 int poll_senders(struct tk_fabric *fabric);
 
 const struct tk_sender_setup *sender_setup(const struct tk_sender *sender);
-uint32_t sender_gathers(const struct tk_sender *sender, const struct tk_region *region); /* bytes of a put that it can gather in this region */
+/* Bytes of a put that it can gather in this region. */
+uint32_t sender_gathers(const struct tk_sender *sender, const struct tk_region *region);
 
 /* caller.c: calls, the client's side */
 void caller_fire(struct tk_fabric *fabric, struct work *work);
@@ -200,7 +201,7 @@ int poll_callers(struct tk_fabric *fabric);
 
 uint64_t caller_word(const struct tk_caller *caller, uint64_t address); /* the word's number among the caller's */
 void caller_read(struct tk_caller *caller, uint32_t place); /* the bytes of an answer have been read */
-void caller_shared(struct tk_caller *caller, int is_good); /* a block was read from the node's memory; is_good: it passed its check */
+void caller_shared(struct tk_caller *caller, int is_good); /* is_good: the block read passed its check */
 
 /* shared.c: blocks that are read from the node's memory, the client's side */
 struct shared_fetch *shared_fetch(struct tk_caller *caller, const struct tk_shared *shared, uint32_t blocks,
@@ -211,16 +212,17 @@ void shared_asked(struct shared_fetch *fetch, uint32_t place);
 int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region *region, uint64_t address);
 uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes_max);
 void shared_over(struct work *watch);
-int shared_told(struct tk_fabric *fabric, struct work *watch); /* a word refers to a single block's location; 0: it must not be read */
+int shared_told(struct tk_fabric *fabric, struct work *watch); /* reads one block's location; 0: it must not be read */
 
-/* shared_reads.c: the same, the node's side */
+/* shared_reads.c: the same, on the node's side */
 int may_share(const struct work *work);
 int tell_where(struct tk_fabric *fabric, struct work *work); /* 0, or the error of posting */
 void was_told(struct tk_fabric *fabric, struct work *work); /* it has left all other queues */
 int poll_shared_reads(struct tk_fabric *fabric);
 
 /* shared_puts.c: puts and words between two ends on one machine */
-int put_shared_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, struct spot spot); /* 0: it has to be posted */
+/* Returns 0 if the word has to be posted. */
+int put_shared_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, struct spot spot);
 void ring_later(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 void ring_doorbells(struct tk_fabric *fabric);
 
@@ -240,7 +242,7 @@ void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 
 /* reader.c: puts of bytes that are read from a drive */
 void reader_begin(struct work *work);
-void reader_let_go(struct work *work); /* it no longer needs the bytes */
+void reader_let_go(struct work *work); /* the bytes are no longer needed */
 void reader_withdraw(struct work *work); /* the same, while the drive may still be reading them */
 void reader_put_over(struct work *work);
 int poll_readers(struct tk_fabric *fabric);

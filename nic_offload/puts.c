@@ -2,7 +2,7 @@
  * Arms a batch of puts by grants in one call: the group, the heads of its blocks, and the counter over its flag word.
  *
  * What always holds: all puts of a batch are armed, or none. Heads are part of the group's memory, so they exist for as
- * long as a put may be sent. A block without a name is not sent before it has one (sender.c).
+ * long as a put may be sent. A block without a name is not sent until it has one (sender.c).
  */
 #define _GNU_SOURCE
 #include "progress.h"

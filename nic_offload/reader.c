@@ -4,18 +4,18 @@
  * For each block the application gives the location of its record, what its header must contain, the pages to read it
  * into and the destination of its payload; it has already decided on the order and on how much may be under way. From
  * there on the block is an operation like any other (`tk_operation`) whose bytes have not arrived yet. The progress
- * thread reads header and payload through the reader's own io_uring, in pieces, to their final place. As pieces arrive it
- * compares the header, and computes the payload's CRC; then it fires the operation, which sends the bytes followed by the
- * flag. So one block is read while others are checked and sent. With encryption pieces are read into memory of the reader's
- * own and decrypted from there, and a record's tag is compared instead of the CRC.
+ * thread reads header and payload through the reader's own io_uring, in pieces, to their final place. As pieces arrive
+ * it compares the header, and computes the payload's CRC; then it fires the operation, which sends the bytes followed
+ * by the flag. So one block is read while others are checked and sent. With encryption, pieces are read into the
+ * reader's own memory and decrypted from there, and a record's tag is compared instead of the CRC.
  *
  * What always holds: nothing of a record is sent unless its header is the expected one, bit by bit, including its tag
- * for this place on this drive (except its expiry, which may have been extended), and its payload has the expected
- * CRC, or, if it is encrypted, its tag. An operation that is cancelled or late, or whose endpoint is closed, ends at
- * once, as it would without a reader; but the drive may still be reading into its pages. So records are read in batches,
- * and the pages and extents of a batch may be reused after its TK_READ, which is reported once, whatever became of the
- * operations. A desk keeps the rooms of its calls for that long (desk_cold.c). The pieces of one record are checked in
- * order; those of different records as they arrive.
+ * for this place on this drive (except its expiry, which may have been extended), and its payload has the expected CRC,
+ * or, if it is encrypted, its tag. An operation that is cancelled or late, or whose endpoint is closed, ends at once,
+ * as it would without a reader, while the drive may still be reading into its pages. So records are read in batches,
+ * and the pages and extents of a batch may be reused after its TK_READ, which is reported once, whatever the outcome of
+ * the operations. A desk keeps the rooms of its calls for that long (desk_cold.c). The pieces of one record are checked
+ * in order; those of different records as they arrive.
  *
  * What it doesn't do: read anything twice. If a read failed or found another record, the operation fails with
  * -ENODATA, and the application finds out why. It doesn't keep extents from being freed: the application does, from
@@ -181,7 +181,7 @@ int tk_reader_put(struct tk_reader *reader, struct tk_region *region, uint64_t t
 	return status;
 }
 
-/* --- the progress thread's */
+/* --- the progress thread */
 
 void reader_begin(struct work *work)
 {
@@ -254,7 +254,7 @@ void reading_over(struct tk_reader *reader, struct reading *reading)
 void reader_put_over(struct work *work)
 {
 	struct batch *batch = work->batch;
-	struct tk_reader *reader = batch->readings->reader; /* of all of them, unless they are cold */
+	struct tk_reader *reader = batch->readings->reader; /* the same for all of them, unless they are cold */
 	if (batch->shelf)
 		cold_over(work);
 	if (work->posted_ns > batch->posted_ns)
@@ -301,7 +301,8 @@ int poll_readers(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* The thread ends, and all endpoints are closed: when this returns the kernel no longer uses the application's memory. */
+/* The thread ends, and all endpoints are closed: when this returns, the kernel no longer uses the application's
+ * memory. */
 void readers_end(struct tk_fabric *fabric)
 {
 	for (struct tk_reader *reader = fabric->readers; reader; reader = reader->next) {

@@ -14,13 +14,13 @@
 #define PAGE TK_TAGGED_PAGE
 #define STAGED_BYTES (8u << 20)	 /* pieces of encrypted records being read, or waiting to be decrypted */
 
-/* A record that is being read. The progress thread's own once it has taken in the work. */
+/* A record that is being read. It belongs to the progress thread once that has taken in the work. */
 struct reading {
-	struct reading *next; /* among those that wait for free pieces */
+	struct reading *next; /* in the list of those that wait for free pieces */
 	struct batch *batch;
 	struct tk_reader *reader;
 	struct work *work; /* NULL: the bytes are no longer wanted */
-	uint32_t size, begun, over; /* bytes: in total; of pieces begun; of pieces finished */
+	uint32_t size, begun, over; /* bytes in total, of pieces begun, and of finished pieces */
 	int failed;
 	uint64_t offset;
 	uint64_t place; /* of a cold block: its generation and CRC are taken from its header */
@@ -30,7 +30,7 @@ struct reading {
 	uint8_t payload_tag[TK_AEAD_TAG];
 };
 
-/* Of a record. Memory is taken and given back in the order in which pieces are begun. */
+/* Part of a record. Memory is allocated and released in the order in which pieces begin. */
 struct piece {
 	struct piece *next; /* in the list of pieces that were read */
 	struct reading *reading;
@@ -42,13 +42,13 @@ struct piece {
 	int is_listed; /* in the list of pieces that were read: not reused yet */
 };
 
-/* A batch: records that were submitted together. It is freed when both of its ends have been reported. */
+/* Records submitted together. A batch is freed when both its reads and its puts have been reported as over. */
 struct batch {
 	struct batch *next; /* batches that were read and not reported yet */
 	struct tk_region *region; /* in use while the drive may write to it */
 	uint64_t tag, read_ns, posted_ns;
 	uint32_t unread;   /* records whose pages the drive still uses */
-	uint32_t not_over; /* puts */
+	uint32_t not_over; /* puts that are not over */
 	int read_is_told;
 	struct tk_shelf *shelf; /* of blocks of a call that a desk answers, from any drives; the application gets no event */
 	struct reading readings[];
@@ -59,7 +59,7 @@ struct tk_reader {
 	struct tk_reader *next;
 	struct tk_reader_setup setup;
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	struct io_uring ring;
 	int event_fd; /* rung when a read has ended */
 	struct reading *first, *last; /* those that wait for free pieces */

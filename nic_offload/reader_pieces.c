@@ -1,8 +1,8 @@
 /*
  * A reader's pieces: read from the drive through its io_uring to where they stay, or decrypted to there, and checked.
  *
- * What always holds: pieces begin, and give back their staged memory, in one order; those of one record are checked in order.
- * Bytes that turn out to be wrong are wiped.
+ * What always holds: pieces release their staged memory in the order in which they begin; those of one record are
+ * checked in order. Bytes that turn out to be wrong are wiped.
  */
 #define _GNU_SOURCE
 #include "reader_inside.h"
@@ -15,9 +15,9 @@
 #define DIRECT_ALIGN 512u
 #define PIECE_BYTES (512u << 10) /* of a payload that are read together; the header comes with the first */
 #define READ_BYTES (STAGED_BYTES / 2) /* at a time: the drive continues to read while the others are checked */
-#define BYTES_A_STEP (16u << 10) /* checked between two looks at whether they are still wanted */
+#define BYTES_A_STEP (16u << 10) /* checked before testing again whether they are still wanted */
 
-/* Of a cold block only name and place are known beforehand: the rest is taken from its header, which has a tag. */
+/* Only name and place of a cold block are known beforehand: the rest is taken from its header, which has a tag. */
 static int learns(struct reading *reading, const struct header_fixed *found)
 {
 	if (!reading->place)
@@ -93,7 +93,7 @@ static char *room_of(const struct reading *reading)
 	return (char *)(uintptr_t)reading->work->op.local - PAGE;
 }
 
-/* The drive no longer uses a record, and neither does the thread. */
+/* Neither the drive nor the thread uses the record any more. */
 static void ended(struct tk_reader *reader, struct reading *reading)
 {
 	struct work *work = reading->work;
@@ -112,7 +112,7 @@ static void ended(struct tk_reader *reader, struct reading *reading)
 	reading_over(reader, reading);
 }
 
-/* Begins to read the next piece of a record; 0: not now. */
+/* Begins to read the next piece of a record; 0: not possible now. */
 static int begin_piece(struct tk_reader *reader, struct reading *reading)
 {
 	uint32_t left = reading->size - reading->begun, most = reading->begun ? PIECE_BYTES : PAGE + PIECE_BYTES, taken = 0;
@@ -159,7 +159,7 @@ int start_readings(struct tk_reader *reader)
 	return busy;
 }
 
-/* The kernel may not take what there is now; then it is offered again in the next round. */
+/* Entries that the kernel doesn't accept now are submitted again in the next round. */
 void submit_reads(struct tk_reader *reader)
 {
 	if (!reader->unsubmitted)
@@ -211,7 +211,7 @@ int reap_reads(struct tk_reader *reader)
 	return busy;
 }
 
-/* Takes some bytes of a payload to their target, unless they are there; 0: they differ from those written. */
+/* Moves some bytes of a payload to their destination, unless they are there; 0: they differ from those written. */
 static int take_bytes(struct reading *reading, const char *from, uint32_t length)
 {
 	struct work *work = reading->work;
@@ -230,7 +230,7 @@ static int take_bytes(struct reading *reading, const char *from, uint32_t length
 	if (status)
 		wipe(payload, work->summed);
 	else if (work->summed == work->op.length)
-		work->crc = work->op.crc32c; /* its tag, and the header's, say so */
+		work->crc = work->op.crc32c; /* verified by its tag, and by the header's */
 	return !status;
 }
 
@@ -256,8 +256,8 @@ static void take_in(struct tk_reader *reader, struct piece *piece)
 	}
 }
 
-/* The pieces of a record that are due: this one, if it is the next, and those behind it that were read before. Returns how
- * many bytes they had. */
+/* Checks the pieces of a record that are due: this one, if it is the next, and those after it that were read before.
+ * Returns how many bytes they had. */
 static uint32_t check_due(struct tk_reader *reader, struct piece *piece)
 {
 	struct reading *reading = piece->reading;

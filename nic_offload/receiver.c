@@ -8,9 +8,10 @@
  *
  * What always holds: nothing that the peer writes into a slot after its flag has any effect, because nothing there is
  * read twice. A block's bytes are overwritten there after they are copied. A block is on the shelf before its peer gets
- * `landed`, and only if its bytes have the checksum in its head, if there is one. If something may be stored under its
+ * `landed`, and only if its bytes have the checksum in its head, if there is one. If a block may be stored under its
  * name already, it is not listed, and the application, which knows the stored bytes, answers. A room holds one block.
- * An invalid put ends the connection: nothing more is taken from that peer. Without a free room a put waits in its slot.
+ * An invalid put ends the connection: no more puts are taken from that peer. Without a free room a put waits in its
+ * slot.
  *
  * What it doesn't do: decide whether a block may stay. The application gets each block from `tk_receiver_take`, and
  * decides.
@@ -24,7 +25,7 @@
 #include <string.h>
 
 #define BYTES_A_ROUND (256u << 10) /* small, so that the network doesn't wait */
-#define TOLD_COUNT 64u /* blocks reported to the application together, */
+#define TOLD_COUNT 64u /* blocks are reported to the application when there are so many, */
 #define TOLD_NS 1000000u /* or after this time, if no peer waits for a word, */
 #define TOLD_AWAITED_NS 300000u /* and if one does, this time after the last report, */
 
@@ -141,7 +142,7 @@ int tk_receiver_feed(struct tk_receiver *receiver, const struct tk_room *rooms, 
 		if (!status)
 			receiver->rooms[receiver->rooms_count++] = rooms[i];
 		else
-			receiver->rooms_count -= (uint32_t)i; /* none of them */
+			receiver->rooms_count -= (uint32_t)i; /* all or none */
 	}
 	receiver->starved = receiver->starved && status;
 	pthread_mutex_unlock(&receiver->lock);
@@ -212,7 +213,8 @@ int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out,
 	return count;
 }
 
-/* Receivers are added and removed while the caller's thread waits for that: the list does not change meanwhile. */
+/* Called by the thread that opens and closes receivers, and waits for both: so the list does not change during the
+ * call. */
 int tk_shelf_waiting(struct tk_shelf *shelf, uint64_t *tags, int tags_max)
 {
 	int count = 0;
@@ -235,8 +237,9 @@ void tell_of_puts(struct tk_receiver *receiver)
 	report(receiver->fabric, TK_CAME, receiver->setup.tag, 0, 0, receiver->told_ns);
 }
 
-/* Under the lock. The application is not woken for each block: that would take the core from the wire, and many blocks cost
- * it little more than one. After a quiet time a block whose peer waits for more than `landed` is reported at once. */
+/* Under the lock. The application is not woken for each block: that would take the core from the network, and many
+ * blocks cost the application little more than one. After a quiet time a block whose peer waits for more than `landed`
+ * is reported at once. */
 void tell_of_came(struct tk_receiver *receiver, const struct tk_came *came)
 {
 	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + TOLD_NS;
@@ -249,7 +252,8 @@ void tell_of_came(struct tk_receiver *receiver, const struct tk_came *came)
 		set_time(receiver, at_ns);
 }
 
-/* Under the lock. A lane has the block or will have it, and reports it; the application only has to provide rooms in time. */
+/* Under the lock. A lane has or will have the block, and reports it; the application only has to provide rooms in
+ * time. */
 void tell_of_lane(struct tk_receiver *receiver)
 {
 	receiver->on_lanes++;
@@ -287,7 +291,7 @@ static void tell_in_time(struct tk_fabric *fabric, struct tk_receiver *receiver)
 	if (at_ns && fabric->now_ns >= at_ns)
 		tell_of_puts(receiver);
 	else if (at_ns && at_ns < fabric->next_deadline_ns)
-		fabric->next_deadline_ns = at_ns; /* it sleeps no longer than that */
+		fabric->next_deadline_ns = at_ns; /* the thread sleeps no longer than that */
 	pthread_mutex_unlock(&receiver->lock);
 }
 
@@ -323,7 +327,8 @@ void receivers_tell(struct tk_fabric *fabric)
 	}
 }
 
-/* The endpoint is about to be closed. Blocks that have arrived are taken if there are rooms; nothing is acknowledged. */
+/* The endpoint is about to be closed. Blocks that have arrived are taken if there are rooms; nothing is
+ * acknowledged. */
 void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
 	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {

@@ -19,10 +19,11 @@ struct reading {
 	uint64_t began_ns, id; /* id: set once it is whole */
 };
 
-#define LATER 0xff /* instead of a lane's number: it waits for a lane that is full, or for its ground */
+#define LATER 0xff /* instead of a lane's number: the block waits for a full lane, or for ground */
 _Static_assert(TK_DRIVES_MAX < LATER, "no lane has this number");
 
-/* A slot: the generation of its next or current put; the flag value that announces it, 0 once it has arrived; the last value. */
+/* A slot: the generation of its current or next put; the flag value that announces it, 0 once it has arrived; the last
+ * value. */
 struct flag {
 	uint64_t generation, due, before;
 };
@@ -32,7 +33,7 @@ struct tk_receiver {
 	struct tk_fabric *fabric;
 	struct tk_shelf *shelf;
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	struct tk_receiver *next;
 	struct tk_endpoint *endpoint; /* NULL: it is closed, or the peer has broken the protocol */
 	struct flag *awaited; /* by slot */
@@ -42,13 +43,13 @@ struct tk_receiver {
 
 	pthread_mutex_t lock; /* for all that follows */
 	const struct tk_lanes *lanes;
-	int is_limited;	     /* to these pages: */
-	uint64_t lent_pages; /* that blocks may take on lanes from now on */
+	int is_limited;	     /* blocks may take only `lent_pages` on lanes */
+	uint64_t lent_pages; /* pages that blocks may still take on lanes */
 	struct tk_room *rooms;
 	uint32_t rooms_count, rooms_capacity;
 	struct tk_came *came;
 	uint32_t came_count, came_capacity; /* the count is atomic, because it is read without the lock */
-	uint32_t later_count; /* how many of those wait for a lane; written atomically, because it is read without the lock */
+	uint32_t later_count; /* how many of them wait for a lane; atomic, because it is read without the lock */
 	int is_call_next;     /* the application is about to get a call, and takes these with it */
 	uint32_t on_lanes; /* blocks handed to lanes since the application last took some */
 	uint32_t wanted_pages, starved;

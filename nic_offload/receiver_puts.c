@@ -1,5 +1,5 @@
 /*
- * A receiver's puts, on the progress thread: from the flag of a slot to the block on the shelf, and the word for its peer.
+ * A receiver's puts, on the progress thread: from a slot's flag to the block on the shelf, and the word for the peer.
  *
  * What always holds: see receiver.c. This part reads a slot once, and acknowledges no bytes that it doesn't have.
  */
@@ -11,7 +11,7 @@
 #include <string.h>
 #include <time.h>
 
-#define BYTES_A_STEP (16u << 10)   /* copied, and summed while they are in the cache */
+#define BYTES_A_STEP (16u << 10)   /* copied, and checksummed while they are in the cache */
 
 #define LATER_NS 1000000000u	   /* how long a block waits for a lane that is full, or without ground */
 
@@ -50,7 +50,7 @@ static int is_put(const struct tk_receiver *receiver, const struct tk_put_head *
 	       head->durability && !(head->flags & ~TK_PUT_HAS_CRC);
 }
 
-/* A room of the right size, or else any that is large enough. */
+/* Takes a room of the right size, or else any that is large enough. */
 static int take_room(struct tk_receiver *receiver, uint32_t pages, struct tk_room *out)
 {
 	uint32_t best = UINT32_MAX;
@@ -119,14 +119,15 @@ static void copy(struct tk_receiver *receiver, uint32_t *budget)
 			piece = BYTES_A_STEP;
 		memcpy(to + reading->copied, from + reading->copied, piece);
 		reading->crc = tk_crc32c(to + reading->copied, piece, reading->crc);
-		/* While it is in the cache. An erasure can't do this: the slot belongs to the peer. */
+		/* While it is in the cache. An erasure can't wipe the slot: it belongs to the peer. */
 		memset(from + reading->copied, 0, piece);
 		reading->copied += piece;
 		*budget -= piece < *budget ? piece : *budget;
 	}
 }
 
-/* Lists it, unless another block has or may have the name, or it expires. Returns the code for its peer; 0: none yet. */
+/* Lists it, unless another block has or may have the name, or it expires. Returns the code for its peer; 0: none
+ * yet. */
 static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 {
 	const struct tk_receiver_setup *setup = &receiver->setup;
@@ -144,7 +145,7 @@ static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 	const struct shelved *there = shelf_find(shelf, block.owner, block.key);
 	int is_other = there && (there->block.length != block.length || there->block.crc32c != block.crc32c ||
 				 memcmp(there->block.fingerprint, block.fingerprint, sizeof block.fingerprint));
-	const uint8_t *name = (const uint8_t *)&block; /* which begins with owner and key */
+	const uint8_t *name = (const uint8_t *)&block; /* starts with owner and key */
 	came->is_stored = !there && names_have(&shelf->stored, name);
 	came->listed = !there && !came->is_stored && !came->expires_unix_ms && !shelf_list(shelf, &block);
 	if (!there && !came->listed) /* so that the next put of this name finds it */
@@ -177,9 +178,9 @@ static uint32_t code_of(struct tk_receiver *receiver, struct tk_came *came)
 	return list(receiver, came);
 }
 
-/* To the lane of its drive, if that takes it; `under_way` says which. Under the lock. An application that is going to put a
- * name itself notes it, under the shelf's lock, and then looks at what lanes have begun: so either that note is seen here, or
- * this is seen there. */
+/* Hands the block to the lane of its drive, if the lane takes it, and notes the lane in `under_way`. Under the lock. An
+ * application that will put a name itself first adds the name, under the shelf's lock, and then checks which records
+ * lanes have begun. So either the name is seen here, or this record is seen there. */
 static struct record *hand_over(struct tk_receiver *receiver, struct tk_came *came)
 {
 	const struct tk_receiver_setup *setup = &receiver->setup;
@@ -220,7 +221,8 @@ static struct record *hand_over(struct tk_receiver *receiver, struct tk_came *ca
 	return record;
 }
 
-/* Blocks that found the lane full or without ground, in order of arrival, except one whose peer has no word yet. */
+/* Hands over blocks that found the lane full or without ground, in order of arrival, except one whose peer has no word
+ * yet. */
 void hand_over_later(struct tk_receiver *receiver)
 {
 	const struct reading *reading = &receiver->reading;
@@ -278,7 +280,7 @@ static int settle(struct tk_receiver *receiver)
 	reading->code = code_of(receiver, &came);
 	pthread_mutex_lock(&receiver->lock);
 	if (came.listed && receiver->later_count)
-		came.under_way = LATER; /* behind those */
+		came.under_way = LATER; /* behind the blocks that already wait */
 	else if (came.listed)
 		reading->record = hand_over(receiver, &came);
 	if (!reading->code || reading->code == receiver->setup.landed_code) {
@@ -307,7 +309,7 @@ static int settle(struct tk_receiver *receiver)
 	return 0;
 }
 
-/* Acknowledges to the peer. One that is gone, or gave an invalid word, gets nothing. The lane waits for this word. */
+/* Acknowledges the put. A peer that is gone, or gave an invalid word, gets no word. The lane waits for this one. */
 static int tell_peer(struct tk_receiver *receiver)
 {
 	const struct tk_put_head *head = &receiver->reading.head;
@@ -327,7 +329,7 @@ static void over(struct reading *reading)
 		lane_landed(reading->record);
 }
 
-/* Releases the slot, which belongs to the peer again once it has had a word, now or from the application. */
+/* Releases the slot. It belongs to the peer again once the peer gets a word, now or from the application. */
 static int answer(struct tk_receiver *receiver)
 {
 	struct reading *reading = &receiver->reading;

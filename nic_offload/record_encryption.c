@@ -1,10 +1,10 @@
 /*
  * Encrypts records as docs/record-format.md describes them, and opens them.
  *
- * What always holds: a record key belongs to a domain key and to one opening of a drive, during which a generation is used
- * once, so no nonce is used twice with it. Place and header are authenticated with payload and identity; only the expiry,
- * which may be extended in place, is covered by the header's tag alone. Nothing in a record can be trusted until both GCM
- * tags have been compared.
+ * What always holds: a record key belongs to a domain key and to one opening of a drive, during which a generation is
+ * used once, so no nonce is used twice with it. Place and header are authenticated with payload and identity; only the
+ * expiry, which may be extended in place, is covered by the header's tag alone. Nothing in a record can be trusted
+ * until both GCM tags have been compared.
  */
 #define _GNU_SOURCE
 #include "record_encryption.h"
@@ -63,7 +63,8 @@ static int begin(struct aead *aead, int decrypts, const uint8_t *record_key, con
 int record_begin(struct record_stream *stream, const struct tk_encryption *with, const struct vault_key *key,
 		 const struct header_fixed *plain, uint64_t offset)
 {
-	/* An id is given once, so the record before has the same key: deriving and expanding it takes a tenth of 32 KiB's time. */
+	/* Ids are never reused, so the same id means the previous record's key; deriving and expanding a key takes a
+	 * tenth of the time for 32 KiB. */
 	int is_same = stream->is_keyed && stream->fixed.domain == key->number && stream->fixed.key_id == key->id &&
 		      !memcmp(stream->fixed.salt, with->salt, sizeof stream->fixed.salt);
 	stream->plain = *plain;
@@ -131,7 +132,7 @@ void tk_tag_header(const struct tk_encryption *with, uint64_t offset, const void
 	wipe(&keyed, sizeof keyed);
 }
 
-/* Whether it is the header page of an encrypted record of this place. */
+/* Whether a page is the header page of an encrypted record at this place. */
 static int has_its_tag(const struct tk_encryption *with, uint64_t offset, const char *page)
 {
 	uint8_t tag[TK_TAGGED_TAG], differs = 0;
@@ -184,7 +185,7 @@ void record_payload_tag(const char *page, uint8_t tag[TK_AEAD_TAG])
 	memcpy(tag, page + offsetof(struct encrypted_fixed, payload_tag), TK_AEAD_TAG);
 }
 
-/* --- the application's: whole records */
+/* --- whole records, for the application */
 
 static int encrypt_one(struct record_stream *stream, const struct tk_encryption *with, const struct tk_to_encrypt *row)
 {

@@ -22,7 +22,8 @@ struct encrypted_fixed {
 };
 _Static_assert(sizeof(struct encrypted_fixed) == TK_TAGGED_FIXED, "an encrypted record's header is tagged like any other");
 
-/* Writes a record, header page included, in steps: begin, payload in order, end. The key may be wiped after the begin. */
+/* Writes a record, header page included, in steps: begin, payload in order, end. The key may be wiped after
+ * `record_begin`. */
 struct record_stream {
 	struct aead *aead;
 	struct encrypted_fixed fixed;
@@ -36,8 +37,8 @@ int record_end(struct record_stream *stream, const struct tk_encryption *with, c
 void record_forget(struct record_stream *stream); /* overwrites its key */
 
 int is_encrypted(const char *page);
-/* Opens a header page. 0: then the payload can be decrypted in steps with `aead`, which ends with this tag. -EBADMSG: it is
- * not a header of this place; -ENOKEY: its key is not in the vault. */
+/* Opens a header page. 0: then the payload can be decrypted in steps with `aead`, which ends with this tag. -EBADMSG:
+ * it is not a header of this place; -ENOKEY: its key is not in the vault. */
 int record_open(struct aead *aead, const struct tk_encryption *with, uint64_t offset, const char *page,
 		struct header_fixed *plain);
 void record_payload_tag(const char *page, uint8_t tag[TK_AEAD_TAG]);

@@ -12,7 +12,8 @@ struct tk_decryption;
 
 /* Shared with the cffi build, as in core.h. */
 /* cdef begin */
-/* Pages that begin with fixed bytes and their tag; the rest of each is zeros, and so is what follows from `used` to `end`. */
+/* Pages that begin with fixed bytes and their tag; the rest of each is zeros, and so is what follows from `used` to
+ * `end`. */
 #define TK_TAGGED_PAGE 4096
 #define TK_TAGGED_KEY 32
 #define TK_TAGGED_NAME 16
@@ -38,9 +39,9 @@ struct tk_aead {
 	uint32_t associated_bytes;
 	uint64_t associated; /* their address */
 };
-int tk_aead_load(char *message); /* message: the library's name; with -ENOENT, why there is none */
+int tk_aead_load(char *message); /* message: the library's name, or the reason for -ENOENT */
 int tk_aead_encrypt(const struct tk_aead *of, const void *from, size_t length, void *to);
-int tk_aead_decrypt(const struct tk_aead *of, const void *from, size_t length, void *to); /* -EBADMSG: the tag is wrong */
+int tk_aead_decrypt(const struct tk_aead *of, const void *from, size_t length, void *to); /* -EBADMSG: wrong tag */
 void tk_wipe(void *secret, size_t length);
 
 /* Slots of a keyring; see wrapped_keys.c. */
@@ -64,8 +65,8 @@ void tk_vault_put(struct tk_vault *vault, const uint8_t *owner, const uint8_t *d
 		  const uint8_t *key);
 int tk_vault_drop(struct tk_vault *vault, uint32_t number); /* -ENOKEY: it was not there */
 uint32_t tk_vault_count(struct tk_vault *vault);
-/* A text of a domain, sealed with a key derived from the domain's: as long as the plain text, and its tag follows. -ENOKEY:
- * the domain's key is not in the vault. -EBADMSG: this is not what was sealed. */
+/* A text of a domain, sealed with a key derived from the domain's: as long as the plain text, and its tag follows.
+ * -ENOKEY: the domain's key is not in the vault. -EBADMSG: this is not what was sealed. */
 struct tk_text {
 	uint64_t id, associated, text; /* of the key; addresses */
 	uint32_t number, associated_bytes, bytes, zeros; /* of the key; `bytes` without the tag */
@@ -74,7 +75,7 @@ struct tk_text {
 int tk_seal_text(struct tk_vault *vault, const struct tk_text *text, void *to);
 int tk_unseal_text(struct tk_vault *vault, const struct tk_text *text, void *to);
 
-/* Memory for keys: locked, if the system lets us, and in no core dump and no forked process. NULL: there is none. */
+/* Memory for keys: locked, if the system allows it, and in no core dump and no forked process. NULL: no memory. */
 void *tk_secret_pages(size_t bytes, int *is_locked);
 void tk_free_secret_pages(void *pages, size_t bytes); /* wiped */
 
@@ -82,7 +83,7 @@ void tk_free_secret_pages(void *pages, size_t bytes); /* wiped */
 #define TK_SALT_BYTES 16
 struct tk_encryption {
 	struct tk_vault *vault; /* NULL: records are not encrypted */
-	const uint8_t *secret; /* of the tags of encrypted records' headers: TK_TAGGED_KEY bytes, which stay where they are */
+	const uint8_t *secret; /* for tags of encrypted records' headers: TK_TAGGED_KEY bytes, which must not move */
 	uint8_t salt[TK_SALT_BYTES];   /* random, new each time the drive is opened */
 	uint8_t drive[TK_TAGGED_NAME];
 };

@@ -2,7 +2,7 @@
  * The rounds of a fabric, and the progress thread, which runs them whenever no caller does (turn.c).
  *
  * One round: take the inbox, drain completions, check flag words and watched words, compute a bounded piece of CRC,
- * post what is ready, report. After a round that found nothing to do, whoever ran it idles (idle.c).
+ * post what is ready, report. After a round that found nothing to do, the thread that ran it idles (idle.c).
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -10,7 +10,7 @@
 
 #include <sys/prctl.h>
 
-/* Returns -1 when the fabric is being closed, or was given up: a command that the caller counts as lost. */
+/* Returns -1 when the fabric is being closed, or was given up because of a command that its caller counts as lost. */
 static int run_round(struct tk_fabric *fabric)
 {
 	fabric->now_ns = tk_now_ns();
@@ -81,7 +81,7 @@ int rounds_go_on(struct tk_fabric *fabric)
 int rounds_end(struct tk_fabric *fabric)
 {
 	fabric->caller_runs = 0;
-	if (fabric->is_recalled) /* the thread is to find it, too */
+	if (fabric->is_recalled) /* so that the thread finds it too */
 		__atomic_store_n(&fabric->posted_something, 1, __ATOMIC_SEQ_CST);
 	return fabric->is_recalled;
 }
@@ -89,7 +89,7 @@ int rounds_end(struct tk_fabric *fabric)
 void *core_progress(void *argument)
 {
 	struct tk_fabric *fabric = argument;
-	prctl(PR_SET_TIMERSLACK, 1000UL); /* naps as short as they should be */
+	prctl(PR_SET_TIMERSLACK, 1000UL); /* so that naps are not extended */
 	fabric->busy_ns = tk_now_ns();
 	for (int busy; (busy = run_round(fabric)) >= 0;) {
 		rest_if_idle(fabric, busy);

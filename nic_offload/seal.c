@@ -1,5 +1,6 @@
 /*
- * Seals: everything that one end of a connection puts into the other's memory has a tag that only these two can make.
+ * Seals: everything that one end of a connection puts into the other's memory has a tag that only these two ends can
+ * make.
  *
  * Each end has two keys, one for what it puts and one for what it receives; the applications exchanged them inside
  * TLS. A tag is SipHash-2-4 of the location (the address and key by which peers name it), the generation and the
@@ -61,7 +62,7 @@ static int holds(uint64_t start, uint64_t length, uint64_t word)
 uint64_t ack_in(const struct tk_ack_watch *watch, uint64_t word)
 {
 	const struct seal *seal = &watch->endpoint->seal;
-	if (holds(seal->shared, seal->shared_bytes, watch->word)) /* it did not come over a network */
+	if (holds(seal->shared, seal->shared_bytes, watch->word)) /* it did not arrive over a network */
 		return word >> ACK_CODE_BITS == watch->generation ? word : 0;
 	struct spot spot = {seal->words.address + (watch->word - seal->here), seal->words.key};
 	uint64_t said = watch->generation << ACK_CODE_BITS | (word & IN_THE_CLEAR);

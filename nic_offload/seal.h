@@ -16,16 +16,16 @@ struct spot {
 struct seal {
 	int is_set;
 	uint64_t out[2], in[2];
-	struct spot words; /* the memory in which acknowledgements arrive, as peers name it, */
-	uint64_t here, words_bytes; /* and its own address */
-	uint64_t shared, shared_bytes; /* words that only the peer's process and ours can write to */
+	struct spot words; /* the memory in which acknowledgements arrive, as peers name it */
+	uint64_t here, words_bytes; /* its address here, and its length */
+	uint64_t shared, shared_bytes; /* words that only the peer's process and this one can write to */
 };
 
 struct spot word_spot(uint64_t first, uint64_t key, uint32_t number); /* a word in an array of words */
 struct spot spot_of(const struct tk_region *region, uint64_t address);
 uint64_t word_out(const struct tk_endpoint *endpoint, struct spot spot, uint64_t word);
 uint64_t word_in(const struct tk_endpoint *endpoint, struct spot spot, uint64_t word);
-uint64_t ack_in(const struct tk_ack_watch *watch, uint64_t word); /* its code; 0: not from the peer, or not for this generation */
+uint64_t ack_in(const struct tk_ack_watch *watch, uint64_t word); /* its code; 0: another sender or generation */
 int may_watch(const struct tk_endpoint *endpoint, const struct tk_region *region, uint64_t word);
 int may_watch_ack(const struct tk_endpoint *endpoint, uint64_t word);
 

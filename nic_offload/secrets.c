@@ -2,8 +2,8 @@
  * Memory for keys, and texts that are sealed with keys.
  *
  * What always holds: the pages are in no core dump and no forked process, are never swapped if the system lets us lock
- * them, and are wiped before they are freed. The key of a text is derived from its domain's key and its nonce, for texts
- * only: a text is lost with the key of its domain. What it doesn't do: generate nonces.
+ * them, and are wiped before they are freed. The key of a text is derived from its domain's key and its nonce, and used
+ * for texts only: a text is lost with the key of its domain. What it doesn't do: generate nonces.
  */
 #define _GNU_SOURCE
 #include "aead.h"

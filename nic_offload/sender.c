@@ -1,20 +1,19 @@
 /*
  * The sender: a client's puts by grants, into slots of the node that it may write to without a call.
  *
- * A put gets its slot when it fires, not when it is armed: so any number may be armed, and a few slots serve them
- * all. The head of the block goes before its payload, in one message where the provider carries messages as a stream,
- * and the flag follows. The node's first word, whatever its code, means that the slot was read; it frees the slot for
- * its next generation. The last word frees the acknowledgement word. Both sides count generations, so none are sent.
+ * A put gets its slot when it fires, not when it is armed: so any number may be armed with only a few slots. The head
+ * of the block goes before its payload, in one message where the provider carries messages as a stream, and the flag
+ * follows. The node's first word, whatever its code, means that the slot was read; it frees the slot for its next
+ * generation. The last word frees the acknowledgement word. Both sides count generations, so none are sent.
  *
  * What always holds: a slot is written by one put per generation. A put that was taken back before it was posted has
- * used no generation, and its slot serves the next. The slot of a put that was posted and never answered is not used
- * again; a caller whose word never arrives closes the link. Payloads are checksummed when they go out, so the node
- * receives the bytes of that moment or refuses them. On a sealed connection the head has a tag for its slot and
- * generation.
+ * used no generation, and its slot serves the next put. The slot of a put that was posted and never answered is not
+ * used again; a caller whose word never arrives closes the link. Payloads are checksummed when they go out, so the node
+ * gets the bytes of that moment or refuses them. On a sealed connection the head has a tag for its slot and generation.
  *
  * If the node is on the same machine and its slots are mapped here, payload, head and flag are copied into them, in
- * this order, without a message, and the node's doorbell is rung (shared_puts.c). The head is made in memory of our
- * own, since the node can write to a slot at any time.
+ * this order, without a message, and the node's doorbell is rung (shared_puts.c). The head is made in private memory,
+ * since the node can write to a slot at any time.
  *
  * What it doesn't do: hand puts to a NIC's deferred work; the agent fires them.
  */
@@ -26,13 +25,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
+#define BYTES_A_STEP (16u << 10) /* copied, and checksummed while they are in the cache */
 
 struct tk_sender {
 	struct tk_sender_setup setup;
 	struct tk_fabric *fabric;
 
-	/* The progress thread's own. */
+	/* Used only by the thread that runs the rounds. */
 	struct tk_sender *next;
 	struct queue ungranted;
 	uint64_t *generations; /* generation of each slot's next put */
@@ -166,7 +165,7 @@ int tk_sender_close(struct tk_sender *sender)
 	return status;
 }
 
-/* Where the put's head is made: the end of its slot's page. */
+/* The place where the put's head is made: at the end of its slot's page. */
 static struct tk_put_head *head_of(const struct work *work)
 {
 	const struct tk_sender_setup *setup = &work->op.sender->setup;
@@ -185,8 +184,8 @@ static uint64_t shared_payload(const struct work *work)
 	return setup->shared_slots + (uint64_t)(work->grant - 1) * setup->slot_bytes + TK_HEAD_PAGE;
 }
 
-/* The next bytes into its slot. The checksum is of the application's bytes: if those in the slot differ, because either
- * was written to meanwhile, the node refuses it. */
+/* Copies the next bytes into the slot. The checksum is of the application's bytes: if those in the slot differ, because
+ * either was written to meanwhile, the node refuses the put. */
 uint32_t sender_copies(struct work *work, uint32_t bytes_max)
 {
 	uint32_t bytes = bytes_max < BYTES_A_STEP ? bytes_max : BYTES_A_STEP;
@@ -226,7 +225,7 @@ void *sender_head_desc(const struct work *work)
 	return work->op.sender->setup.region->desc;
 }
 
-/* The words in which the node reports its outcome. */
+/* Watches the words in which the node reports the put's outcome. */
 static int watch_words(struct tk_fabric *fabric, struct work *work, struct work *watch)
 {
 	const struct tk_operation *op = &work->op;
@@ -318,7 +317,7 @@ void sender_fire(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_sender *sender = work->op.sender;
 	if (!may_be_sent(&work->op)) {
-		finish(fabric, work, -EDESTADDRREQ); /* which no provider returns */
+		finish(fabric, work, -EDESTADDRREQ); /* a code that no provider returns */
 	} else if (!sender->ungranted.head && grant(fabric, work)) {
 		sum(fabric, work);
 	} else {
@@ -353,7 +352,7 @@ void sender_summed(struct work *work)
 	head->tag = head_out(work->op.endpoint, (struct spot){work->op.flag_target, work->op.flag_key}, metadata, head);
 }
 
-/* The end of the put itself. One that was never posted leaves its slot and word to the next. */
+/* The put itself is over. One that was never posted leaves its slot and word to the next put. */
 void sender_put_over(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_sender *sender = work->op.sender;

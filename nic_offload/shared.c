@@ -1,10 +1,10 @@
 /*
- * The client's side of reading blocks from the memory of a node on the same machine, if that is mapped.
+ * The client's side of reading blocks from the memory of a node on the same machine, if that memory is mapped.
  *
- * The client requests blocks as usual, and adds that it accepts locations. A node whose desk finds all of them
- * on the shelf answers with locations and checksums (desk.c), and keeps the blocks there until the place of the call
- * is reused, or for `hold_ns`. Each block is then copied to its destination, a bounded piece per round, with its
- * checksum computed from what is written there. A node that can't answer this way answers as it would any other client.
+ * The client requests blocks as usual, and adds that it accepts locations. A node whose desk finds all of them on the
+ * shelf answers with locations and checksums (desk.c), and keeps the blocks there until the place of the call is
+ * reused, or for `hold_ns`. Each block is then copied to its destination, a bounded piece per round, with its checksum
+ * computed from what is written there. A node that can't answer this way answers as to any other client.
  *
  * Blocks that must first be read from a drive, or are sent by the application, are reported one by one: a block's
  * word says that its location is in a row of memory that both ends have mapped (shared_reads.c).
@@ -23,28 +23,28 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BYTES_A_STEP (16u << 10) /* copied, and summed while they are in the cache */
-#define MANY_BYTES (2u << 20)	 /* of a fetch: more than its caller would find in its cache */
+#define BYTES_A_STEP (16u << 10) /* copied, and checksummed while they are in the cache */
+#define MANY_BYTES (2u << 20)	 /* of a fetch: more than fits into its caller's cache */
 
 struct shared_block {
-	struct shared_row *told; /* the node's row for this block alone; NULL: the answer to the call has its location */
-	uint64_t until_ns;	 /* its bytes stay until then */
-	struct work *watch; /* for the word that ends it another way; NULL: it is over */
+	struct shared_row *told; /* the node's row for this block; NULL: the answer to the call has its location */
+	uint64_t until_ns;	 /* the node keeps its bytes until then */
+	struct work *watch; /* for the word that ends it in another way; NULL: it is over */
 	uint64_t from, to;
-	struct tk_pieces *pieces; /* it goes there instead of to `to`; NULL: there are none */
+	struct tk_pieces *pieces; /* its destination instead of `to`; NULL: none */
 	struct pieces_end end;
 	uint32_t length, skip, part; /* a `part` of 0: all */
 	uint32_t crc32c;
 };
 
-/* A fetch that may be answered so. It ends with the last of its watches. */
+/* A fetch that may be answered with locations. It ends with the last of its watches. */
 struct shared_fetch {
 	struct tk_caller *caller;
 	const struct tk_shared *shared;
 	copy_bytes copy;
 	uint64_t asked_ns;
 	uint32_t blocks, place, watches;
-	int is_answered; /* by the blocks' places, and so the call's place is in use until the end */
+	int is_answered; /* with the blocks' locations: so the place of the call is in use until the end */
 	struct shared_block block[];
 };
 
@@ -102,7 +102,7 @@ void shared_asked(struct shared_fetch *fetch, uint32_t place)
 	fetch->asked_ns = tk_now_ns();
 }
 
-/* Releases the node's memory. */
+/* The block's memory on the node is no longer needed. */
 static void done_with(struct shared_block *block, struct work *watch)
 {
 	if (!block->told)
@@ -198,8 +198,8 @@ static int is_answer(const struct work *watch, struct tk_region *region, uint64_
 	return tk_crc32c(there + sizeof head.crc32c, head.length - sizeof head.crc32c, 0) == head.crc32c;
 }
 
-/* A block whose watch is over was given up, and its caller waits for a word that confirms that nothing more of it will
- * come. The node sends none. */
+/* The block was given up: its watch is over, and its caller waits for a word that confirms that no more of its bytes
+ * will arrive. The node doesn't send one. */
 static void give_up(struct tk_fabric *fabric, const struct work *call, uint32_t row)
 {
 	struct tk_ack_watch watch = call->ack;
@@ -207,7 +207,7 @@ static void give_up(struct tk_fabric *fabric, const struct work *call, uint32_t 
 	group_acked(fabric, &watch, call->fetch->shared->late_code);
 }
 
-/* The answer to a call says where its blocks are: begin to copy those that are still wanted. Returns 0 if it doesn't. */
+/* Begins to copy the blocks still wanted, if the answer to a call has their locations. Returns 0 if it doesn't. */
 int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region *region, uint64_t address)
 {
 	struct shared_fetch *fetch = watch->fetch;
@@ -225,8 +225,8 @@ int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region 
 	return 1;
 }
 
-/* The next bytes of a block: copied once, checksummed, and brought from there to where they are wanted. All of its bytes
- * are checksummed, even if only a part is wanted. */
+/* Handles the next bytes of a block: copies them once, adds them to the checksum, and moves them to their destination.
+ * All bytes of the block are checksummed, even if only a part is wanted. */
 static void copy_step(const struct shared_fetch *fetch, struct shared_block *block, struct work *work, uint32_t bytes)
 {
 	char step[BYTES_A_STEP];

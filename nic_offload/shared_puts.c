@@ -1,16 +1,17 @@
 /*
  * Memory that both ends of a connection on one machine have mapped, and their doorbells.
  *
- * A client on its node's machine maps the slots that it was granted. It copies each put into a slot and stores the
- * flag (sender.c). The node reads the slot as if the fabric had brought it (receiver.c), and stores the outcome in a
- * word of the same memory. Nothing goes over the fabric. Each end has a doorbell that wakes its progress thread; the
+ * A client on its node's machine maps the slots that it was granted. It copies each put into a slot and stores the flag
+ * (sender.c). The node reads the slot as if the put had arrived over the fabric (receiver.c), and stores the outcome in
+ * a word of the same memory. Nothing goes over the fabric. Each end has a doorbell that wakes its progress thread; the
  * other end rings it once in each round in which it has stored something. The node's doorbell is an eventfd, which it
  * neither reads nor writes; the client's is a pipe, whose other end only the node has. So whatever a client does with
- * its descriptors, no call of the node blocks.
+ * its descriptors, no system call of the node blocks.
  *
- * What always holds: the memory belongs to the node, and its size can't be changed; it holds the slots and words
- * of one connection and nothing else. The node reads nothing there twice. The client relies on nothing there but its
- * words, and of these only on the expected generation. A lost ring costs the sleep of an idle thread, and no more.
+ * What always holds: the memory belongs to the node, and its size can't be changed; it holds the slots and words of one
+ * connection and nothing else. The node reads nothing there twice. The client relies on nothing there but its words,
+ * and of these only on the expected generation. A lost ring delays an idle thread by one sleep, and has no other
+ * effect.
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -28,8 +29,9 @@ static int ignore(struct tk_fabric *fabric, void *doorbell)
 	return rest_ignore(fabric, *(const int *)doorbell);
 }
 
-/* On the thread, which may have noticed a ring and be about to read it: when this returns it has done so, and the
- * descriptor can be closed. Otherwise it might read from whatever is opened next under the same number. */
+/* Runs on the progress thread, which may have noticed a ring and be about to read it: when this returns the read is
+ * over, and the descriptor can be closed. Otherwise the thread might read from a file opened next under the same
+ * number. */
 int tk_fabric_ignore(struct tk_fabric *fabric, int doorbell)
 {
 	return on_the_thread(fabric, ignore, &doorbell, sizeof doorbell);
@@ -44,7 +46,7 @@ void ring_later(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 	fabric->due = endpoint;
 }
 
-/* A pipe without room for another ring has woken its owner, or will. */
+/* If a pipe has no room for another ring, its owner was woken, or will be. */
 void ring_doorbells(struct tk_fabric *fabric)
 {
 	static const uint64_t once = 1;

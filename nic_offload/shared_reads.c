@@ -7,11 +7,11 @@
  * then the put is over like any other. (Blocks on the shelf are reported for a whole call, see desk.c.)
  *
  * What always holds: a row belongs to the word with its generation, and says how long the bytes stay. The client may
- * use half of that time, so a client that was suspended does not read other bytes instead. The payload's checksum was
- * checked before.
+ * use half of that time, so a client that was suspended does not read bytes that have replaced them. The payload's
+ * checksum was checked before.
  *
- * What it doesn't do: trust anything that the client writes there, except that it is done with a generation; a lie
- * about that can harm only the client itself.
+ * What it doesn't do: trust anything that the client writes there, except that it is done with a generation; a false
+ * claim can harm only the client itself.
  */
 #define _GNU_SOURCE
 #include "call.h"

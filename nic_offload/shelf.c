@@ -1,11 +1,13 @@
 /*
- * The shelf: blocks in registered memory that the progress thread may send to a peer that requests them by name at a desk.
+ * The shelf: blocks in registered memory that the progress thread may send to a peer that requests them by name at a
+ * desk.
  *
  * What always holds: a block that is not listed is not found by name. A block that is being sent stays known until that
- * is over, and `tk_shelf_take` reports it, so its memory is not reused meanwhile. A name is listed once. Names are spread
- * by a keyed hash, so a peer that chooses names can't put them all into one chain.
+ * is over, and `tk_shelf_take` reports it, so its memory is not reused meanwhile. A name is listed once. Names are
+ * spread by a keyed hash, so a peer that chooses names can't put them all into one chain.
  *
- * What it doesn't do: decide whether a block may be sent. The application does, and unlists a block that no longer may be.
+ * What it doesn't do: decide whether a block may be sent. The application does, and unlists a block that may no longer
+ * be sent.
  */
 #define _GNU_SOURCE
 #include "shelf.h"
@@ -80,14 +82,14 @@ void shelf_unlist(struct tk_shelf *shelf, struct shelved *block)
 	forget_if_idle(shelf, block);
 }
 
-/* It is no longer being sent. */
+/* The block is no longer being sent. */
 void shelf_let_go(struct tk_shelf *shelf, struct shelved *block)
 {
 	block->sending--;
 	forget_if_idle(shelf, block);
 }
 
-/* Adds chains when there are more blocks than chains. Without memory for that, chains get longer. */
+/* Adds chains when there are more blocks than chains. If there is no memory for that, chains get longer. */
 static void spread(struct tk_shelf *shelf)
 {
 	uint32_t before = shelf->chains, chains = before * 2;

@@ -1,5 +1,5 @@
 /*
- * What the shelf and the progress thread share.
+ * Shared by the shelf and the progress thread.
  */
 #ifndef TRIGGERKV_SHELF_H
 #define TRIGGERKV_SHELF_H
@@ -10,7 +10,7 @@
 
 #define LANDED_ID (UINT64_C(1) << 63) /* of blocks that came by grants, until they are renamed */
 
-/* A block on the shelf. It is found by name while it is listed, and by id until it is no longer being sent. */
+/* A block on the shelf. It is found by name while it is listed, and by id as long as it is listed or being sent. */
 struct shelved {
 	struct tk_shelved block;
 	struct shelved *next_named, *next_known; /* in their chains */
@@ -41,7 +41,7 @@ struct tk_desk {
 	int answers;	     /* atomic */
 	struct held held[TK_CALL_PLACES]; /* by the place of the call; under the shelf's lock */
 	uint64_t held_bytes;
-	uint64_t under_way_bytes; /* the progress thread's own */
+	uint64_t under_way_bytes; /* used only by the thread that runs the rounds */
 };
 
 #define COLD_SHARES 256 /* by the first byte of the owner: tenants' ids are digests */
@@ -63,8 +63,8 @@ struct tk_shelf {
 	struct tk_region *region;
 	uint64_t secret[2];
 	uint8_t *call;		/* the progress thread's copy of the call that it examines */
-	struct shelved **found; /* the call's blocks; NULL: one that is not in memory; */
-	uint64_t *places;	/* its place on a drive, */
+	struct shelved **found; /* the call's blocks; NULL: the block is not in memory */
+	uint64_t *places;	/* and then its place on a drive, */
 	struct tk_room *into;	/* and the room it is read into */
 
 	pthread_mutex_t lock; /* for all that follows */
@@ -74,8 +74,8 @@ struct tk_shelf {
 	uint64_t landed; /* ids given to blocks that have landed */
 	uint64_t came;	 /* atomic: rows that receivers have noted for the application */
 	struct tk_desk *desks;
-	struct served *first, *last; /* over, and not taken yet */
-	size_t served_bytes;	     /* of these, and of those under way */
+	struct served *first, *last; /* calls that are over, and not taken yet */
+	size_t served_bytes;	     /* of these calls, and of those under way */
 	struct cold cold;
 };
 

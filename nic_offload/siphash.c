@@ -1,5 +1,5 @@
 /*
- * SipHash-2-4: a keyed hash. Names that collide can't be chosen without the key.
+ * SipHash-2-4: a keyed hash. Without the key it is not possible to choose names that collide.
  */
 #include "siphash.h"
 

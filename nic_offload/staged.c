@@ -1,5 +1,5 @@
 /*
- * The memory between rooms and drives; it is excluded from core dumps.
+ * Staging memory between rooms and drives; it is excluded from core dumps.
  */
 #define _GNU_SOURCE
 #include "staged.h"

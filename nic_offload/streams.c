@@ -21,7 +21,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define NEAR 256 /* descriptors: those of an endpoint take a microsecond each to look through, and a thousand clients' thousands */
+#define NEAR 256 /* descriptors: each takes a microsecond to examine, and a thousand clients have thousands */
 #define ROUNDS 4 /* of progress: a request is ended in the first that sees it */
 
 uint16_t address_port(const union address *address)

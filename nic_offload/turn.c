@@ -1,16 +1,17 @@
 /*
  * Caller-driven progress: whose turn it is to run a fabric's rounds, its progress thread's or a waiting caller's.
  *
- * A caller that waits for a group runs the rounds itself. Then a call needs no other thread of this process: the caller sends
- * it and takes its answer. With a thread in between, each call costs two wakeups more, which take as long as all the rest.
+ * A caller that waits for a group runs the rounds itself. Then a call involves no other thread of this process: the
+ * caller sends it and takes its answer. With a thread in between, each call costs two more wake-ups, which take as long
+ * as all the rest.
  *
- * The progress thread runs the rounds whenever no caller does. When a caller takes the turn, the thread steps aside, and
- * comes back TURN_NS after the last caller has left: most callers call again at once. What is stored to a flag word in
- * that time, and what arrives, is seen then. If another caller waits the thread comes back at once.
+ * The progress thread runs the rounds whenever no caller does. When a caller takes the turn, the thread steps aside,
+ * and comes back TURN_NS after the last caller has left: most callers call again at once. Stores to flag words, and
+ * arrivals, in that time are seen then. If another caller waits, the thread comes back at once.
  *
- * What always holds: one thread at a time runs rounds. A caller waits neither for another caller's rounds nor beyond its
- * deadline. No rounds are run after the progress thread has ended. A fabric that serves peers, or whose NIC counts, is
- * the progress thread's alone, and so are commands: they may take long.
+ * What always holds: one thread at a time runs rounds. A caller waits neither for another caller's rounds nor beyond
+ * its deadline. No rounds are run after the progress thread has ended. Only the progress thread runs the rounds of a
+ * fabric that serves peers, or whose NIC moves counters, and only it executes commands: these may take long.
  */
 #define _GNU_SOURCE
 #include "turn.h"
@@ -20,22 +21,22 @@
 #include <stdlib.h>
 
 #define TURN_NS 500000u
-#define TAKE_NS 10000000u /* the longest that a caller waits for the end of the progress thread's round */
+#define TAKE_NS 10000000u /* the longest time that a caller waits for the end of the progress thread's round */
 
 enum { NOBODY, THREAD, CALLER };
 
 struct turn {
-	pthread_mutex_t lock; /* of all that follows, but for what is atomic */
-	pthread_cond_t left;   /* by a caller: the progress thread waits for it */
-	pthread_cond_t passed; /* by the progress thread: callers wait for it */
-	struct tk_fabric *fabric; /* NULL: there are no more rounds */
+	pthread_mutex_t lock; /* of all that follows, except atomic fields */
+	pthread_cond_t left;   /* signalled by a caller that leaves; the progress thread waits for it */
+	pthread_cond_t passed; /* signalled by the progress thread; callers wait for it */
+	struct tk_fabric *fabric; /* NULL: no more rounds */
 	int has;
 	int goes_on;  /* the progress thread runs the next round */
 	int is_aside; /* it waits until a caller leaves */
 	int polls;    /* it sleeps until something arrives, and no caller had the turn when it went to sleep */
-	uint64_t taken, left_ns; /* by callers: how often, and when it was last left */
-	uint32_t wanted;  /* atomic: callers that wait until it is passed */
-	uint32_t waiters; /* atomic: callers that wait without it */
+	uint64_t taken, left_ns; /* how many times callers took the turn, and when it was last left */
+	uint32_t wanted;  /* atomic: callers that wait until the turn is passed */
+	uint32_t waiters; /* atomic: callers that wait without the turn */
 	uint32_t users;	  /* atomic */
 };
 
@@ -68,9 +69,9 @@ void turn_let_go(struct turn *turn)
 	free(turn);
 }
 
-/* --- the progress thread's */
+/* --- the progress thread */
 
-/* Under the lock. Waits until no caller has it, nor is about to have it again. */
+/* Under the lock. Waits until no caller has the turn or is about to take it again. */
 static void take_back(struct turn *turn)
 {
 	uint64_t taken = turn->taken - 1, now_ns;
@@ -135,7 +136,7 @@ void turn_end(struct turn *turn)
 	pthread_mutex_unlock(&turn->lock);
 }
 
-/* --- any thread's */
+/* --- any thread */
 
 void turn_rouse(struct turn *turn)
 {
@@ -157,7 +158,7 @@ static int may_take(const struct turn *turn)
 	       !__atomic_load_n(&turn->waiters, __ATOMIC_SEQ_CST) && callers_may_run(turn->fabric);
 }
 
-/* Returns NULL if the caller is to wait without it. */
+/* Returns NULL if the caller must wait without the turn. */
 static struct tk_fabric *take(struct turn *turn, uint64_t until_ns)
 {
 	struct tk_fabric *fabric = NULL;

@@ -1,12 +1,12 @@
 /*
- * The vault: keys of erase domains. Each is found by its owner and domain, for writing records, and by the number and id
- * that a record names, for reading it.
+ * The vault: keys of erase domains. Each is found by its owner and domain, for writing records, and by the number and
+ * id that a record names, for reading it.
  *
- * What always holds: the keys lie in pages of their own that are in no core dump and in no forked process, and, if the
- * system allows, are never swapped. A key that is dropped or evicted is overwritten in the same call. If the vault is
- * full, a key that has not been used lately is evicted.
+ * What always holds: the keys lie in separate pages that are in no core dump and in no forked process, and, if the
+ * system allows it, are never swapped. A key that is dropped or evicted is overwritten in the same call. If the vault
+ * is full, a key that has not been used lately is evicted.
  *
- * What it doesn't do: hold all keys, or know where they come from. The application looks up a key that is not here.
+ * What it doesn't do: hold all keys, or load them. The application looks up a key that is not here.
  */
 #define _GNU_SOURCE
 #include "vault.h"

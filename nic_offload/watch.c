@@ -83,7 +83,7 @@ int poll_acks(struct tk_fabric *fabric)
 		watch->before = value;
 		value = ack_in(&work->ack, value);
 		uint32_t code = value & ((1u << ACK_CODE_BITS) - 1);
-		if (code <= work->code) { /* codes only rise: this word had arrived before */
+		if (code <= work->code) { /* codes only rise: this word has arrived before */
 			fabric->statistics.stale_words++;
 			continue;
 		}
@@ -113,7 +113,7 @@ int poll_acks(struct tk_fabric *fabric)
 	return busy;
 }
 
-/* `landed` goes to the peer before the event that lets the application say more. */
+/* Sends `landed` before the event, after which the application may send a higher code. */
 static void summed_landing(struct tk_fabric *fabric, struct work *work)
 {
 	queue_pop(&fabric->summing);
@@ -130,7 +130,7 @@ static void summed_operation(struct tk_fabric *fabric, struct work *work)
 	if (op->sender) {
 		sender_summed(work);
 		get_ready(fabric, work, WORK_READY);
-	} else if (!(op->flags & TK_VERIFY_CRC)) { /* it was gathered */
+	} else if (!(op->flags & TK_VERIFY_CRC)) { /* its pieces were gathered */
 		get_ready(fabric, work, WORK_READY);
 	} else if (work->crc != op->crc32c && work->shelved) {
 		miss_at_desk(work);
@@ -138,7 +138,7 @@ static void summed_operation(struct tk_fabric *fabric, struct work *work)
 	} else if (work->crc != op->crc32c) {
 		finish(fabric, work, -EBADMSG);
 	} else if (!(op->flags & TK_GET)) {
-		if (op->part) { /* all of it is unchanged, and a part is wanted */
+		if (op->part) { /* all of it is unchanged, but only a part is wanted */
 			op->local += op->skip;
 			op->length = op->part;
 		}

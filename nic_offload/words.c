@@ -1,14 +1,14 @@
 /*
- * Words for a peer that can't be written at once, or might be overtaken.
+ * Words for a peer that can't be sent at once, or might be overtaken.
  *
  * A put has two acknowledgements, `landed` and `written`, which are written to the same word. If the second overtakes
- * the first, the first stays there, and the peer may never see the second: it waits until its deadline. And a peer that
- * accepts nothing at the moment must not hold up words for other peers.
+ * the first, the first remains in the word, and the peer may never see the second: it waits until its deadline. And a
+ * peer that accepts nothing at the moment must not hold up words for other peers.
  *
- * What always holds: where the provider doesn't keep writes in order, at most one word is on its way to a place. The next
- * one for that place waits until it was delivered or has failed; of several that wait only the last is sent, because it
- * supersedes the others. A word for which the provider has no room waits among what the endpoint is to post, with the same
- * rule for its place. Words to other places do not wait.
+ * What always holds: where the provider doesn't keep writes in order, at most one word is on its way to a place. The
+ * next one for that place waits until it was delivered or has failed; of several that wait only the last is sent,
+ * because it supersedes the others. A word for which the provider has no room waits in the endpoint's queue, with the
+ * same rule for its place. Words to other places do not wait.
  * What it doesn't do: keep the order of a word and of bytes elsewhere; flags that are chained to their bytes do.
  */
 #include "progress.h"

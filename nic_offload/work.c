@@ -15,7 +15,7 @@
 
 #define EVENTS_A_BATCH 64
 #define EVENTS_PACE_NS 1000000u
-#define EVENTS_STREAM 8u /* with fewer items under way a caller may be waiting for exactly this one */
+#define EVENTS_STREAM 8u /* with fewer items under way, a caller may be waiting for exactly this one */
 
 void queue_push(struct queue *queue, struct work *work)
 {
@@ -85,7 +85,8 @@ void report(struct tk_fabric *fabric, enum tk_event_kind kind, uint64_t tag, uin
 		(struct tk_event){.tag = tag, .value = value, .time_ns = time_ns, .kind = kind, .status = status};
 }
 
-/* Word by word, so that readers need no lock; before the events, so that an event is already counted when it is taken. */
+/* Word by word, so that readers need no lock; before the events, so that an event is already counted when it is
+ * taken. */
 static void show_statistics(struct tk_fabric *fabric)
 {
 	fabric->statistics.in_flight = fabric->in_flight;
@@ -98,7 +99,7 @@ static void show_statistics(struct tk_fabric *fabric)
 		__atomic_store_n(&to[i], from[i], __ATOMIC_RELAXED);
 }
 
-/* For all that is to be published. Under the lock of events. */
+/* Makes room for all pending events. Under the lock of events. */
 static int make_room(struct tk_fabric *fabric)
 {
 	int status = 0;
@@ -135,8 +136,9 @@ void publish(struct tk_fabric *fabric)
 }
 
 /* Wake-ups of the reader are paced, as a network card paces its interrupts. The first event after a quiet time is
- * reported at once; in a stream of them they wait for each other, not long. A wake-up costs the reader several times
- * what an event does, and on few cores it takes that from the wire, which then never brings enough for a batch. */
+ * reported at once; in a stream, events are collected for a short time. A wake-up costs the reader several times as
+ * much as an event, and on few cores it takes that time from the network, which then never delivers enough for a
+ * batch. */
 void publish_soon(struct tk_fabric *fabric)
 {
 	show_statistics(fabric);
@@ -246,8 +248,8 @@ void disown(struct tk_fabric *fabric, struct work *work)
 		stop_using(&work->op.completion->uses);
 }
 
-/* An item returns to the free list after the round, so nothing else in the round that still holds its address
- * can meet it in a new life. */
+/* An item returns to the free list after the round, so no address of it that is still held in the round can refer to a
+ * reused item. */
 void recycle(struct tk_fabric *fabric, struct work *work)
 {
 	work->next = fabric->finished;

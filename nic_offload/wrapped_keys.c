@@ -1,8 +1,10 @@
 /*
- * Checks the slots of a keyring, thousands in one call: whether each is intact, its domain's tag, and whether a key wraps it.
+ * Checks the slots of a keyring, thousands in one call: whether each is intact, its domain's tag, and whether a key
+ * wraps it.
  *
- * A slot is `struct slot`. A wrapped key is authenticated together with the store, the slot's number and the part of the slot
- * that is in the clear. What it doesn't do: interpret that part (`kvstore.sealing.slots` does), or give out a key.
+ * A slot is `struct slot`. A wrapped key is authenticated together with the store, the slot's number and the part of
+ * the slot that is in the clear. What it doesn't do: interpret that part (`kvstore.sealing.slots` does), or give out a
+ * key.
  */
 #include "aead.h"
 #include "blake2b.h"

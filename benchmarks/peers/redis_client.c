@@ -1,5 +1,5 @@
 /*
- * Redis as its fastest ordinary client sees it: hiredis, blocking, over TCP; one thread.
+ * Puts and gets through Redis's fastest ordinary client: hiredis, blocking calls over TCP, one thread.
  *
  *   redis_client PORT SALT
  *
@@ -12,11 +12,11 @@
  *   forget NAME                   DEL them
  *   ready                         connect again: the server was restarted
  *
- * A put or get answers with when it began and ended (CLOCK_MONOTONIC), its CPU time, and for each call the nanoseconds
- * from the first command until the last reply was taken; HOW is the server's configuration, so it is ignored here.
+ * The answer to a put or a get has its start and its end (CLOCK_MONOTONIC), its CPU time, and for each call the
+ * nanoseconds from its first command to its last reply. HOW is the server's configuration, and is ignored here.
  *
- * A value that comes is copied once out of hiredis' buffer into the memory where the caller wants it. Buffers are kept
- * (`maxbuf = 0`, and a malloc that gives nothing back), so that no large value is paid for with fresh pages each time.
+ * A value is copied once, from hiredis' buffer to its destination. Buffers are reused (`maxbuf = 0`, and a malloc that
+ * returns no memory to the kernel), so that a large value doesn't fault in new pages each time.
  */
 #include <errno.h>
 #include <hiredis/hiredis.h>
@@ -41,7 +41,7 @@ struct set {
 	uint64_t first, count;
 };
 
-/* What stands for a reply: nothing of it has to be freed. */
+/* Stands for a reply object, so nothing has to be freed. */
 enum reply { REPLY_OK = 1, REPLY_NIL, REPLY_ERROR };
 
 static redisContext *redis;
@@ -173,7 +173,7 @@ static int transfer(const struct set *set, uint64_t batch, uint64_t window, int 
 			uint64_t number = call * batch + i;
 			append(is_put ? "SET" : "GET", set->first + number,
 			       is_put ? source + number % slots * block_bytes : NULL);
-			if (is_put && push()) /* the server works on it while the next is copied */
+			if (is_put && push()) /* the server processes it while the next value is copied */
 				return -1;
 		}
 		if (push() || (call + 1 - taken == window && take_call(set, taken++, batch, is_put)))
@@ -219,7 +219,7 @@ static int forget(struct set *set)
 	return 0;
 }
 
-/* --- the rest */
+/* --- memory, and the loop over commands */
 
 static struct set *find(const char *name)
 {

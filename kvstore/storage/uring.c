@@ -57,8 +57,8 @@ static void prepare(struct store_ring *r, struct flight *f)
 	io_uring_sqe_set_data(sqe, f);
 }
 
-/* Entries that the kernel doesn't accept now stay in the ring; the eventfd makes the caller reap again,
- * which offers them again. */
+/* Entries that the kernel doesn't accept now stay in the ring; the eventfd makes the caller reap again, which resubmits
+ * them. */
 static int flush(struct store_ring *r)
 {
 	while (io_uring_sq_ready(&r->ring) > 0) {
@@ -110,7 +110,8 @@ int store_ring_event_fd(const struct store_ring *r)
 void store_ring_close(struct store_ring *r)
 {
 	if (r->ring.ring_fd >= 0) {
-		/* Otherwise the kernel releases the drive some time later, and the device could not be opened again. */
+		/* Otherwise the kernel releases the drive some time later, and the device can't be opened again until
+		 * then. */
 		io_uring_unregister_files(&r->ring);
 		io_uring_queue_exit(&r->ring);
 	}
@@ -154,7 +155,7 @@ int store_ring_open(int file_fd, unsigned depth, struct store_ring **out)
 	return 0;
 }
 
-/* Accepts as many of the first operations as there are free places; returns how many, or -errno. */
+/* Accepts as many of the first operations as there are free entries; returns how many, or -errno. */
 int store_ring_submit(struct store_ring *r, const struct store_op *ops, unsigned count)
 {
 	unsigned accepted = count < r->free_count ? count : r->free_count;

@@ -1,4 +1,4 @@
-/* See events.h. This part has the heap of events, and processes each: messages along their routes. */
+/* The heap of events, and their processing: messages along their routes. See events.h. */
 #include "events_inside.h"
 
 #include <errno.h>
@@ -40,7 +40,7 @@ static int push(events *e, double time_s, int64_t owner, int32_t route, int32_t 
 	int64_t at = e->heap_count;
 	int code;
 
-	if (e->top_is_taken) { /* most events make another one, which replaces the one that is being processed */
+	if (e->top_is_taken) { /* most events create another one, which then replaces the one that is being processed */
 		e->top_is_taken = false;
 		sink(e, event);
 		return 0;
@@ -164,7 +164,7 @@ int64_t events_add_list(events *e, const struct events_message *messages, int64_
 	return number;
 }
 
-/* A message reaches a step of its route: it queues, is served, and goes on. */
+/* A message arrives at a step of its route: it queues, is served, and goes on. */
 static int arrive(events *e, const struct event *event, const struct events_step *step, double units, double pages)
 {
 	struct resource *r = &e->resources[step->resource];
@@ -182,7 +182,7 @@ static int arrive(events *e, const struct event *event, const struct events_step
 	return push(e, end_s + step->latency_s, event->owner, event->route, event->step + 1);
 }
 
-/* The message of a train that an event is about. */
+/* The message of a train to which an event belongs. */
 static struct events_message message_of(const events *e, const struct event *event)
 {
 	const struct train *t = &e->trains[event->owner & UINT32_MAX];
@@ -203,7 +203,7 @@ static const struct events_step *next_step(const events *e, const struct events_
 	return &e->routes[m->then].steps[step - r->count];
 }
 
-/* Sends the next message of a train, and with it all that are due. */
+/* Sends the next message of a train, and all others that are due. */
 static int release(events *e, int64_t number, double now_s)
 {
 	struct train *t = &e->trains[number];
@@ -230,7 +230,7 @@ static int release(events *e, int64_t number, double now_s)
 	return code;
 }
 
-/* Processes an event. 1 if it finishes a train, whose note is then filled in; 0 if not; or -errno. */
+/* Processes an event. Returns 1, with its note, if it finishes a train; 0 if not; or -errno. */
 static int follow(events *e, const struct event *event, struct events_note *note)
 {
 	const struct events_step *step;
@@ -320,7 +320,7 @@ int events_stream(events *e, const double *start_s, const double *units, const i
 	while (e->heap_count && code >= 0)
 		code = take(e, &ignored);
 	if (code < 0)
-		e->heap_count = 0; /* messages under way may be of the stream, whose arrays end here */
+		e->heap_count = 0; /* messages in flight may belong to the stream, whose arrays are valid only during this call */
 	e->stream_units = NULL;
 	e->stream_done_s = NULL;
 	return code < 0 ? code : 0;

@@ -1,10 +1,10 @@
 /* A discrete-event core: trains of messages that queue, first come first served, at resources along routes.
  *
- * Always holds: events are processed in the order of time, and of creation where times are equal, so a run
- * depends only on its input. Nothing is ever returned for a time that is not over yet.
+ * Always holds: events are processed in the order of time, and of creation where times are equal, so a run depends only
+ * on its input. No result is returned for a time that is not over yet.
  *
- * Queues need no queue: messages reach a resource in the order of time, so when one arrives, the end of its
- * service is known at once (Lindley's recursion). A message costs one event per step.
+ * No queue is stored: messages arrive at a resource in the order of time, so the end of a message's service is known
+ * when it arrives (Lindley's recursion). A message costs one event per step.
  *
  * Not thread-safe, and no preemption: service always runs to its end.
  */
@@ -62,8 +62,8 @@ int64_t events_add_train(events *e, const struct events_train *train);
 /* A train of these messages, in the order of their start. They are copied. */
 int64_t events_add_list(events *e, const struct events_message *messages, int64_t count, int64_t kind);
 
-/* Take a server of a resource from `ready_s` on, or from when one is free. That may be before the time last returned:
- * a server that has been idle since then counts as having begun then. */
+/* Take a server of a resource from `ready_s` on, or from when one is free. That may be before the time last returned: a
+ * server that has been idle since then counts as having begun then. */
 int events_reserve(events *e, int64_t resource, double ready_s, double service_s, double *start_s, double *end_s);
 
 /* Run until `until_s`, or until a train has finished: 1 and its note; 0 at `until_s`; or -errno. */
@@ -81,9 +81,9 @@ int64_t events_bins_of(const events *e, int64_t resource, double *out, int64_t r
 /* The most units of a kind under way in each bin of time; returns how many bins there are. */
 int64_t events_backlog_of(const events *e, int64_t kind, double *out, int64_t room);
 
-/* Count pages by location: the pages of `count` blocks, one for each layer and rank. A page's lot is drawn from these three
- * numbers; `home_of_lot` has the drive of each of the EVENTS_LOTS lots. The layers fall into `parts` of about the same
- * length. Adds to counts[(part * ranks + rank) * drives + drive]. */
+/* Count pages by location: the pages of `count` blocks, one for each layer and rank. A page's lot is drawn from these
+ * three numbers; `home_of_lot` has the drive of each of the EVENTS_LOTS lots. The layers fall into `parts` of about the
+ * same length. Adds to counts[(part * ranks + rank) * drives + drive]. */
 void events_scatter(const int64_t *blocks, int64_t count, int64_t layers, int64_t parts, int64_t ranks,
 		    const int32_t *home_of_lot, int64_t drives, int64_t *counts);
 

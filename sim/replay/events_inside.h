@@ -9,8 +9,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A message on its way to a step of its route, or, with step -1, the release of a train's next message. The owner is the
- * train's number, and above it, from bit 32, the message's position in the train's list. Messages of a stream have
+/* A message on its way to a step of its route, or, with step -1, the release of a train's next message. The owner is
+ * the train's number, and above it, from bit 32, the message's position in the train's list. Messages of a stream have
  * negative numbers: ~i is the i-th. */
 struct event {
 	double time_s;
@@ -71,7 +71,7 @@ double events_serve(struct resource *r, double ready_s, double service_s, double
 /* Add a stretch of service to the bins of its time. Times beyond the last possible bin are left out. */
 int events_note_busy(events *e, struct resource *r, double start_s, double end_s);
 
-/* Note that more, or less, is under way. */
+/* Note that more (or, if negative, fewer) units are under way. */
 int events_note_backlog(events *e, int64_t kind, double units);
 
 #endif

@@ -1,4 +1,4 @@
-/* The resources at which messages queue, and measurements of them and of trains under way, in bins of time. */
+/* The resources at which messages queue, and measurements of resources and of trains under way, in bins of time. */
 #include "events_inside.h"
 
 #include <errno.h>

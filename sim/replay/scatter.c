@@ -1,4 +1,4 @@
-/* Where the pages of blocks lie; see events_scatter. */
+/* The drives of the pages of blocks; see events_scatter. */
 #include "events.h"
 
 enum { LOT_SHIFT = 51 };

@@ -1,8 +1,8 @@
-/* The table of a drive's blocks in memory: names as hashes, in many small sorted arrays, and generations.
+/* The in-memory table of a drive's blocks: hashes of names, in many small sorted arrays, and generations.
  *
- * A hash gives the part, 32 bits within it, and nothing else: what has the same 48 bits is told apart by its row. The
- * order of all hashes is that of parts and words, so a scan that goes on behind a hash misses no block that was there
- * all the time, wherever the block was moved meanwhile.
+ * A hash selects a part, and 32 bits within it; names with the same 48 bits are told apart by their rows. Hashes are
+ * ordered by part, then by word, so a scan that continues after a hash misses no block that was stored the whole time,
+ * even if the block was moved meanwhile.
  */
 #include "blocks_inside.h"
 #include "siphash.h"
@@ -22,10 +22,10 @@ uint64_t keep_blocks_word(uint64_t hash, uint32_t slot)
 	return hash << 16 >> 32 << 32 | slot;
 }
 
-/* The first of a part's words that is not below this one. */
+/* The position of the first word of a part that is not less than `word`. */
 static uint32_t place_of(const struct keep_part *part, uint64_t word)
 {
-	/* Words are spread evenly, so it is near where it would be if all were at equal distances. */
+	/* Words are distributed evenly, so this estimate is close to the position. */
 	uint32_t at = (uint32_t)((word >> 32) * part->count >> 32);
 
 	while (at > 0 && part->words[at - 1] >= word)
@@ -62,7 +62,7 @@ static void remove_name(keep_blocks *b, uint64_t hash, uint32_t slot)
 	memmove(&part->words[at], &part->words[at + 1], (part->count - at) * sizeof *part->words);
 }
 
-/* The row of a slot: of the batch that is being put, or from the file. */
+/* Reads the row of a slot: from the batch that is being put, or from the file. */
 int keep_blocks_row(const keep_blocks *b, uint32_t slot, struct keep_block *out)
 {
 	uint32_t first = 0, until = b->taken_count;
@@ -173,11 +173,11 @@ int keep_blocks_reserve(keep_blocks *b, uint64_t slots)
 
 	if (error == 0)
 		error = keep_grow((void **)&b->generations, &b->generations_room, slots, sizeof *b->generations);
-	/* The map reads the generations where they are now, so nothing may fail in between. */
+	/* The map is called last: it reads the generations at their current address, and nothing may fail after it. */
 	return error < 0 ? error : keep_map_reserve(&b->by_generation, slots, b->generations, sizeof *b->generations);
 }
 
-/* Adds a row to the memory; its slot must be reserved. */
+/* Adds a row to memory; its slot must be reserved. */
 int keep_blocks_add(keep_blocks *b, uint64_t hash, const struct keep_block *row)
 {
 	int error;
@@ -230,13 +230,13 @@ static int find_each(const keep_blocks *b, keep_finder *find_it, const void *ask
 	return 0;
 }
 
-/* The row of each name; one without a generation for each that there is not. */
+/* Finds the row of each name; the row of a name that is not stored has no generation. */
 int keep_blocks_find(const keep_blocks *b, const uint8_t *names, uint64_t count, struct keep_block *out)
 {
 	return find_each(b, keep_blocks_find_named, names, count, out);
 }
 
-/* How many of these keys of a tenant are there and have not expired, from the first on. */
+/* How many of a tenant's keys, from the first on, are stored and have not expired. */
 int64_t keep_blocks_find_until(const keep_blocks *b, const uint8_t *tenant, const uint8_t *keys, uint64_t count,
 			       uint64_t now_ms)
 {
@@ -257,15 +257,15 @@ int64_t keep_blocks_find_until(const keep_blocks *b, const uint8_t *tenant, cons
 	return (int64_t)count;
 }
 
-/* The row of each generation; one without a generation for each that there is not. */
+/* Finds the row of each generation; if there is none, the row has no generation. */
 int keep_blocks_of_generations(const keep_blocks *b, const uint64_t *generations, uint64_t count, struct keep_block *out)
 {
 	return find_each(b, keep_blocks_find_generation, generations, count, out);
 }
 
-/* The rows from a place on in the order of hashes, those of one tenant's mark or, with 0, all. `at` becomes the place to
- * go on at; 0: there are no more. At most `look_max` names are looked at, and KEEP_ALIKE_MAX more, because those with
- * equal hashes are returned together. `out` has room for all of them. */
+/* Returns rows in the order of hashes, from position `at` on: those with one tenant's mark, or all if it is 0. Sets
+ * `at` to the position to continue at, or to 0 at the end. Examines at most `look_max` names, and KEEP_ALIKE_MAX more,
+ * because names with equal hashes are returned together. `out` has room for all of them. */
 int64_t keep_blocks_after(const keep_blocks *b, uint64_t *at, uint32_t mark, uint64_t look_max, struct keep_block *out)
 {
 	uint64_t looked = 0, found = 0, part = *at >> 32, tag = *at & UINT32_MAX;

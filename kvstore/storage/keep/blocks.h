@@ -1,19 +1,19 @@
-/* The blocks of one drive: where each is, by name and by generation, in memory and in a file of rows (blocks.c,
+/* The blocks of one drive: the location of each, by name and by generation, in memory and in a file of rows (blocks.c,
  * blocks_file.c).
  *
- * Ownership: the caller makes and frees the table, and owns the file's descriptor, which must live as long. Arrays are
- * the caller's, and are read or filled only during the call. Thread: nothing here locks; only the thread of the drive's
- * Python calls it.
+ * Ownership: the caller makes and frees the table, and owns the file's descriptor, which must stay open as long as the
+ * table exists. Arrays are the caller's, and are read or filled only during the call. Thread: nothing here locks; only
+ * the thread of the drive's Python calls it.
  *
  * Always holds:
  *
- * - A change of many blocks is one commit: after SIGKILL the file has all of it or nothing. Rows are written first, then
- *   the head, which says how many rows are live and has their sum. A row of a later commit than the head's counts as not
+ * - A change of many blocks is one commit: after SIGKILL the file has all of it or none. Rows are written first, then
+ *   the head, which has the number of live rows and their sum. A row of a later commit than the head's counts as not
  *   written, and a mark of a later commit as not made.
  * - A call that fails has changed nothing in memory. After an error of the file no further commit is made.
- * - A row that is looked up or removed is used only if it is as it was written: each has a keyed check, also of its
- *   position in the file. Loading checks all of them.
- * - In memory are 29 bytes a block: hash, generation, tenant's mark. The rest is read from the file when it is needed.
+ * - A row is used only if it is unchanged since it was written: each has a keyed check, which also covers its position
+ *   in the file. Loading checks all of them.
+ * - Memory: 29 bytes per block, for hash, generation and tenant's mark. The rest is read from the file on demand.
  *
  * It doesn't sync (the index does, when it is closed), so after power loss nothing in the file is trusted.
  */
@@ -25,7 +25,7 @@
 /* cdef begin */
 enum { KEEP_HEAD_BYTES = 4096, KEEP_ALIKE_MAX = 16 };
 
-/* A row of the file. The caller sets what comes before `slot`, and `expires_ms`; `domain` is a number from 1, or 0. */
+/* A row of the file. The caller sets the fields before `slot`, and `expires_ms`; `domain` is a number from 1, or 0. */
 struct keep_block {
 	uint8_t name[48]; /* tenant and key */
 	uint64_t offset;
@@ -34,13 +34,13 @@ struct keep_block {
 	uint8_t fingerprint[16];
 	uint32_t domain;
 	uint32_t slot; /* its position */
-	uint64_t born; /* the commit that put it here; 0: the slot is free */
+	uint64_t born; /* the commit that added it; 0: the slot is free */
 	uint64_t check;
 	uint64_t expires_ms; /* 0: never */
 	uint64_t gone;	     /* the commit that removed it; 0: none */
 };
 
-/* What of a row is needed to open a store. */
+/* The part of a row that is needed to open a store. */
 struct keep_life {
 	uint64_t offset, length, generation, expires_ms;
 };

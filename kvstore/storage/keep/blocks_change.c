@@ -1,5 +1,5 @@
-/* Changes of the table of a drive's blocks, each of many blocks and one commit. Memory is changed first, because a block
- * may come twice in a batch, and is put back if the file can't be written.
+/* Changes to the table of a drive's blocks: each is one commit of many blocks. Memory is changed first, because a block
+ * may be in a batch twice, and is restored if the file can't be written.
  */
 #include "blocks_inside.h"
 
@@ -22,7 +22,7 @@ static int take_slots(keep_blocks *b, uint64_t count)
 		error = keep_grow((void **)&b->pending, &b->pending_room, count, sizeof *b->pending);
 	if (error == 0)
 		error = keep_grow((void **)&b->before, &b->before_room, count, sizeof *b->before);
-	if (error == 0) /* all of these may be free afterwards: those it replaces, and its own that it doesn't need */
+	if (error == 0) /* room to free all of them later: the slots of replaced rows, and unused slots of the batch */
 		error = keep_grow((void **)&b->free, &b->free_room, b->free_count + 2 * count, sizeof *b->free);
 	if (error < 0)
 		return error;
@@ -48,7 +48,7 @@ static int is_same(const struct keep_block *row, const struct keep_block *other)
 	return memcmp(row, other, offsetof(struct keep_block, slot)) == 0 && row->expires_ms == other->expires_ms;
 }
 
-/* Adds a row of a batch to the memory, in place of one with its name, which becomes `before`. */
+/* Adds a row of a batch to memory. It replaces the row with its name, which is copied to `before`. */
 static int put_one(keep_blocks *b, const struct keep_block *row, uint64_t at, struct keep_head *head)
 {
 	struct keep_block *before = &b->before[at], *after = &b->pending[at];
@@ -104,7 +104,7 @@ static int write_put(keep_blocks *b, uint64_t count, const struct keep_head *hea
 {
 	int error;
 
-	/* A row that another of its batch replaces is written as one that is gone. */
+	/* A row that is replaced within its own batch is written as removed. */
 	for (uint64_t i = 0; i < count; i++)
 		if (b->before[i].generation != 0 && b->before[i].born == head->commit)
 			pending_at(b, b->before[i].slot)->gone = head->commit;
@@ -115,7 +115,7 @@ static int write_put(keep_blocks *b, uint64_t count, const struct keep_head *hea
 	return error < 0 ? error : keep_blocks_write_head(b, head);
 }
 
-/* Puts blocks in this order, each in place of one with its name. */
+/* Puts blocks in this order; each replaces the block with its name. */
 int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t count)
 {
 	struct keep_head head = b->head;
@@ -151,8 +151,7 @@ int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t coun
 	return error;
 }
 
-/* Removes blocks that `find_it` finds; the row of each is returned, one without a generation for each that there is
- * not. */
+/* Removes the blocks that `find_it` finds, and returns their rows; if there is no block, the row has no generation. */
 static int remove_found(keep_blocks *b, keep_finder *find_it, const void *asked, uint64_t count, struct keep_block *out)
 {
 	struct keep_head head = b->head;
@@ -198,7 +197,7 @@ int keep_blocks_remove_generations(keep_blocks *b, const uint64_t *generations, 
 	return remove_found(b, keep_blocks_find_generation, generations, count, out);
 }
 
-/* Changes when blocks expire; those that there are not are left out. Each change is one write, and no commit. */
+/* Changes when blocks expire; names that are not stored are skipped. Each change is one write, not a commit. */
 int keep_blocks_renew(keep_blocks *b, const uint8_t *names, const uint64_t *expiries_ms, uint64_t count)
 {
 	struct keep_block row;

@@ -1,7 +1,7 @@
-/* The file of a drive's blocks: a head, and rows of 128 bytes behind it, none across two pages.
+/* The file of a drive's blocks: a head, then rows of 128 bytes, none across a page boundary.
  *
- * The kernel's page cache survives a killed process, and takes what lies within a page whole. So a row and the head are
- * written or not; what of a commit without its head was written is undone when the file is loaded.
+ * The kernel's page cache survives a killed process, and a write within one page is complete or absent. So a row or the
+ * head is never written in part, and rows of a commit whose head was not written are undone when the file is loaded.
  */
 #include "blocks_inside.h"
 #include "siphash.h"
@@ -41,7 +41,7 @@ static int write_all(keep_blocks *b, const void *data, size_t size, off_t at)
 	return 0;
 }
 
-/* Reads as much as there is; returns how much, or an error. */
+/* Reads up to `size` bytes, less at the end of the file; returns how many, or an error. */
 static ssize_t read_all(const keep_blocks *b, void *data, size_t size, off_t at)
 {
 	size_t done = 0;
@@ -60,7 +60,7 @@ static ssize_t read_all(const keep_blocks *b, void *data, size_t size, off_t at)
 	return (ssize_t)done;
 }
 
-/* A number for what a row says of its block, and where it stands, but not for when that expires. */
+/* A digest of a row's contents and its position, without its expiry. */
 uint64_t keep_block_identity(const struct keep_blocks *b, const struct keep_block *row)
 {
 	return tk_siphash(b->head.secret, row, offsetof(struct keep_block, check));
@@ -86,7 +86,7 @@ int keep_blocks_read(const keep_blocks *b, uint32_t slot, struct keep_block *out
 	return 0;
 }
 
-/* Writes the rows of a batch to the slots that were taken for it. */
+/* Writes the rows of a batch to the slots chosen for it. */
 int keep_blocks_write_rows(keep_blocks *b, const struct keep_block *rows, uint64_t count)
 {
 	for (uint64_t first = 0, until; first < count; first = until) {
@@ -106,7 +106,7 @@ int keep_blocks_mark_gone(keep_blocks *b, uint32_t slot, uint64_t commit)
 	return write_all(b, &commit, sizeof commit, offset_of(slot) + (off_t)offsetof(struct keep_block, gone));
 }
 
-/* Check and expiry are neighbours. */
+/* One write: check and expiry are adjacent. */
 int keep_blocks_write_expiry(keep_blocks *b, const struct keep_block *row)
 {
 	return write_all(b, &row->check, sizeof row->check + sizeof row->expires_ms,
@@ -137,7 +137,7 @@ int keep_blocks_create(keep_blocks *b)
 	return keep_blocks_write_head(b, &head);
 }
 
-/* Says to which drive and epoch the table belongs. */
+/* Sets the drive and the epoch of the table. */
 int keep_blocks_begin_epoch(keep_blocks *b, const uint8_t *drive, uint64_t epoch)
 {
 	struct keep_head head = b->head;
@@ -169,7 +169,7 @@ static int read_head(keep_blocks *b)
 	return 0;
 }
 
-/* Takes one row as it is in the file. What a commit has left that did not end is undone, if that may be written. */
+/* Loads one row of the file. An incomplete commit's changes are undone, in the file only if it is writable. */
 static int load_one(keep_blocks *b, uint32_t slot, struct keep_block *row, uint64_t hash, int is_writable, uint64_t *sum)
 {
 	int is_ours = row->born != 0 && row->born <= b->head.commit, error;
@@ -196,7 +196,7 @@ static int load_one(keep_blocks *b, uint32_t slot, struct keep_block *row, uint6
 	return keep_blocks_load_slot(b, slot, row, hash);
 }
 
-/* Reads rows from a slot on, as many as fit; returns how many, or an error. */
+/* Reads rows from slot `first` on, as many as fit; returns how many, or an error. */
 static int64_t read_rows(const keep_blocks *b, uint64_t first, struct keep_block *rows)
 {
 	uint64_t count = b->head.slots - first < LOADED_AT_ONCE ? b->head.slots - first : LOADED_AT_ONCE;
@@ -231,7 +231,7 @@ static int load_rows(keep_blocks *b, struct keep_block *rows, int is_writable)
 	return live == b->head.count && sum == b->head.sum ? 0 : -EBADMSG;
 }
 
-/* Loads the table of an existing file; -EBADMSG if it is not whole. */
+/* Loads the table of an existing file; -EBADMSG if it is damaged. */
 int keep_blocks_load(keep_blocks *b, int is_writable)
 {
 	struct keep_block *rows;
@@ -267,7 +267,7 @@ static int read_lives(const keep_blocks *b, struct keep_block *rows, struct keep
 	return 0;
 }
 
-/* Where each block is, how long, and until when, in no order; `out` has room for all blocks. Rows have been checked when
+/* The location, length and expiry of each block, in no order; `out` has room for all blocks. Rows were checked when
  * they were loaded. */
 int keep_blocks_lives(const keep_blocks *b, struct keep_life *out)
 {

@@ -1,4 +1,4 @@
-/* Shared by blocks.c and blocks_file.c. */
+/* Shared by blocks.c, blocks_change.c, blocks_file.c and blocks_load.c. */
 #ifndef KEEP_BLOCKS_INSIDE_H
 #define KEEP_BLOCKS_INSIDE_H
 
@@ -15,8 +15,8 @@ struct keep_head {
 	uint64_t secret[2]; /* of hashes and checks */
 	uint64_t commit;
 	uint64_t slots; /* that were ever used */
-	uint64_t count; /* of live rows, */
-	uint64_t sum;	/* and of what identifies each */
+	uint64_t count; /* of live rows */
+	uint64_t sum;	/* of their identities */
 	uint64_t check;
 };
 
@@ -37,8 +37,8 @@ struct keep_blocks {
 	uint32_t last_mark; /* 0: not known */
 	struct keep_map by_generation;
 	uint32_t *free, free_room, free_count;
-	/* While a batch is put: the slots for it in ascending order, its rows as they will be written, and the row that each
-	 * replaces, without a generation if there is none. */
+	/* Of the batch that is being put: its slots in ascending order, its rows as they will be written, and the row
+	 * that each replaces, without a generation if there is none. */
 	uint32_t *taken, taken_room, taken_count;
 	struct keep_block *pending, *before;
 	uint32_t pending_room, before_room;
@@ -61,7 +61,7 @@ struct keep_part *keep_blocks_part(const keep_blocks *b, uint64_t hash);
 uint64_t keep_blocks_word(uint64_t hash, uint32_t slot);
 int keep_blocks_row(const keep_blocks *b, uint32_t slot, struct keep_block *out);
 int keep_blocks_find_one(const keep_blocks *b, uint64_t hash, const uint8_t *name, struct keep_block *out);
-/* Finds one of those that are asked for: 1, 0 if there is none, or an error. */
+/* Finds one of the requested blocks: 1, 0 if there is none, or an error. */
 typedef int keep_finder(const keep_blocks *b, const void *asked, uint64_t at, struct keep_block *out);
 int keep_blocks_find_named(const keep_blocks *b, const void *names, uint64_t at, struct keep_block *out);
 int keep_blocks_find_generation(const keep_blocks *b, const void *generations, uint64_t at, struct keep_block *out);

@@ -1,4 +1,4 @@
-/* Fills the table in memory while its file is read. */
+/* Fills the in-memory table while its file is read. */
 #include "blocks_inside.h"
 
 int keep_blocks_begin_loading(keep_blocks *b)
@@ -15,7 +15,7 @@ int keep_blocks_begin_loading(keep_blocks *b)
 	return error;
 }
 
-/* Hashes the names of rows that are about to be loaded, and prefetches what that will change. */
+/* Hashes the names of rows that are about to be loaded, and prefetches the memory that this will change. */
 void keep_blocks_warm(const keep_blocks *b, const struct keep_block *rows, uint64_t count, uint64_t *hashes)
 {
 	for (uint64_t i = 0; i < count; i++) {
@@ -30,7 +30,7 @@ void keep_blocks_warm(const keep_blocks *b, const struct keep_block *rows, uint6
 	}
 }
 
-/* Takes a live row, whose name has this hash, or NULL: the next slot is free. */
+/* Loads a live row, whose name has this hash; NULL: the next slot is free. */
 int keep_blocks_load_slot(keep_blocks *b, uint32_t slot, const struct keep_block *row, uint64_t hash)
 {
 	struct keep_part *part;

@@ -8,15 +8,15 @@
  * position is one.
  *
  * A session is *broken* once a block was removed from its middle (expired or deleted): blocks after the gap can't be
- * used, and it is unknown whether the gap will be filled. Positions that never had a block break nothing: those blocks
- * may be on another drive.
+ * used, and it is unknown whether the gap will be filled. Positions that never had a block don't break a session: those
+ * blocks may be on another drive.
  *
- * Always holds: `followed` of a row is the number of sessions in which a block comes after it. All is O(1), except
- * adding a block out of order or removing one from a session's middle (a bisection, and 4 bytes to move for each
- * block after it), and removing a block that is in many sessions (their number). Only `keep_chain_reserve` needs
- * memory: the queue of broken sessions has room for all that may enter it.
+ * Always holds: `followed` of a row is the number of sessions in which a block comes after it. All operations are O(1),
+ * except adding a block out of order or removing one from a session's middle (a bisection, and 4 bytes to move for each
+ * block after it), and removing a block that is in many sessions (proportional to their number). Only
+ * `keep_chain_reserve` needs memory: the queue of broken sessions has room for all that may enter it.
  *
- * It knows no guards, sizes or times, and forgets a session when its last block is removed.
+ * It doesn't know guards, sizes or times, and forgets a session when its last block is removed.
  */
 #include "inside.h"
 
@@ -57,7 +57,7 @@ uint32_t keep_chain_find(const keep_core *c, uint32_t chain, uint64_t position)
 	return low;
 }
 
-/* The row at a place; KEEP_NO_ID if there is none. */
+/* The row at a position of a session; KEEP_NO_ID if there is none. */
 uint32_t keep_chain_at(const keep_core *c, uint64_t session, uint64_t position)
 {
 	uint32_t chain = keep_chain_of(c, session), at, row;
@@ -146,7 +146,7 @@ static void close_chain(struct keep_chains *chains, uint32_t chain)
 	chains->free_chain = chain + 1;
 }
 
-/* Puts a row at a free place of a session. Memory was reserved. */
+/* Puts a row at a free position of a session. Memory was reserved. */
 void keep_chain_join(keep_core *c, uint32_t row, uint64_t session, uint32_t position)
 {
 	struct keep_chains *chains = &c->chains;
@@ -234,8 +234,8 @@ static uint32_t cut(keep_core *c, uint32_t row, uint32_t chain)
 	return tail;
 }
 
-/* Takes a row out of one chain, or of all (KEEP_NO_ID); calls `tell`, if given, for other rows that become tails. If it
- * was taken out of one, the row itself may become a tail too. */
+/* Removes a row from one chain, or from all (KEEP_NO_ID); calls `tell`, if given, for other rows that become tails. If
+ * it was removed from one, the row itself may become a tail too. */
 void keep_chain_leave(keep_core *c, uint32_t row, uint32_t chain, keep_tail tell, uint64_t now_ms, int was_free)
 {
 	struct keep_chains *chains = &c->chains;
@@ -274,7 +274,7 @@ static void unqueue(struct keep_chains *chains, struct keep_chain *chain)
 	chains->unqueued++;
 }
 
-/* The tail of a broken session, or KEEP_NO_ID. A row that is in another session too does not count. */
+/* The tail of a broken session, or KEEP_NO_ID. A row that is also in another session does not count. */
 uint32_t keep_chain_stranded(keep_core *c)
 {
 	struct keep_chains *chains = &c->chains;
@@ -295,7 +295,7 @@ uint32_t keep_chain_stranded(keep_core *c)
 	return KEEP_NO_ID;
 }
 
-/* Leaves the session that `keep_chain_stranded` returned to the policy, until it loses another block. */
+/* Leaves the session of the last `keep_chain_stranded` to the policy, until the session loses another block. */
 void keep_chain_leave_stranded(keep_core *c)
 {
 	unqueue(&c->chains, &c->chains.chains[c->chains.broken[c->chains.broken_first]]);

@@ -1,11 +1,11 @@
-/* The core of eviction: which blocks are evicted, when, and why. It is notified of all changes to blocks.
+/* The core of eviction: which blocks are evicted, when, and why. It must be notified of all changes to blocks.
  *
  * Always holds:
  *
  * - A block with a guard is not evicted, whatever its age or time to live. One that expires meanwhile is removed when
  *   its last guard ends.
- * - A block is evicted for room only while it is a tail (see chains.c), so what remains of a session is a prefix. Blocks
- *   after a gap with another cause are evicted before all others.
+ * - A block is evicted for room only while it is a tail (see chains.c), so what remains of a session is a prefix.
+ *   Blocks after a gap with another cause are evicted before all others.
  * - A use of a block counts as a use of all blocks before it in its sessions, since they are needed with it. So under
  *   LRU the least recently used block is always a tail, and exactly that one is evicted.
  * - Guards end with a use: lifting the last one touches the block.
@@ -13,10 +13,10 @@
  *   unguarded tail is set aside.
  * - The same holds for the blocks of each owner among themselves (see owners.c), which are evicted in LRU order when
  *   the owner makes room for itself, whatever the policy.
- * - A block is found by its generation or its first page, and by no other number.
+ * - A block is found by its generation or its first page only.
  *
  * Blocks are numbered by rows inside, and by their generations outside. This file: new blocks, and queries;
- * core_guards.c: uses and guards; core_sessions.c: places in sessions; core_goes.c: removals.
+ * core_guards.c: uses and guards; core_sessions.c: positions in sessions; core_goes.c: removals.
  */
 #include "inside.h"
 
@@ -69,7 +69,7 @@ static int reserve_rows(keep_core *c, uint64_t rows, int expire, int owned)
 	int error = rows > UINT32_MAX / 2 ? -ENOMEM : keep_grow((void **)&c->rows, &c->rows_room, rows, sizeof *c->rows);
 
 	if (error < 0 || c->rows == NULL)
-		return error; /* none is needed while there is no row */
+		return error; /* nothing to reserve while there is no row */
 	error = keep_map_reserve(&c->by_generation, rows, &c->rows[0].generation, sizeof *c->rows);
 	if (error == 0)
 		error = keep_map_reserve(&c->by_start, rows, &c->rows[0].start, sizeof *c->rows);
@@ -96,8 +96,8 @@ static void enter(keep_core *c, uint32_t row, uint64_t generation, uint64_t star
 		keep_map_add(&c->by_start, row);
 }
 
-/* Adds the blocks on the drive to an empty core, in ascending order of generations. Their uses are unknown, so they count
- * as used in that order, before all later blocks. */
+/* Adds the blocks on the drive to an empty core, in ascending order of generations. Their uses are unknown, so they
+ * count as used in that order, before all later blocks. */
 int keep_core_restore(keep_core *c, const uint64_t *generations, const uint64_t *starts, const uint32_t *pages,
 		      const uint64_t *expiries_ms, uint64_t count)
 {
@@ -143,14 +143,14 @@ static uint32_t take_row(keep_core *c)
 	return row - 1;
 }
 
-/* Notes blocks that gets can find from now on; sets `refused`, and returns the number of refusals: KEEP_EXISTS of the
- * block, others of its session. */
+/* Notes blocks that gets can find from now on; sets `refused`, and returns the number of refusals: KEEP_EXISTS for the
+ * block itself, the others for its place in its session. */
 int keep_core_admitted(keep_core *c, const struct keep_record *records, uint64_t count, uint64_t now_ms, uint8_t *refused)
 {
 	int error, expire = 0, owned = 0, refusals = 0;
 
 	if (count == 0)
-		return 0; /* then the array may be missing */
+		return 0; /* then `records` may be NULL */
 	keep_map_warm(&c->by_generation, &records->generation, sizeof *records, count);
 	keep_map_warm(&c->by_start, &records->start, sizeof *records, count);
 	for (uint64_t i = 0; i < count; i++) {
@@ -209,8 +209,8 @@ int keep_core_renewed(keep_core *c, uint64_t generation, uint64_t expires_ms)
 	return 0;
 }
 
-/* Notes that a block has another generation and another place; returns how many guards it has that must be taken
- * back. */
+/* Notes that a block was moved to another generation and start; returns how many of its guards remain to be
+ * released. */
 int keep_core_moved(keep_core *c, uint64_t generation, uint64_t to, uint64_t start)
 {
 	uint32_t row = keep_row_of(c, generation);
@@ -237,7 +237,7 @@ int keep_core_knows(const keep_core *c, uint64_t generation)
 	return keep_row_of(c, generation) != KEEP_NO_ID;
 }
 
-/* The pages of the block that begins at a page, and its generation; 0 if none begins there. */
+/* The length in pages of the block that begins at a page, and its generation; 0 if none begins there. */
 uint64_t keep_core_at(const keep_core *c, uint64_t start, uint64_t *generation)
 {
 	uint32_t row = start == 0 ? KEEP_NO_ID : keep_map_find(&c->by_start, start);

@@ -1,14 +1,14 @@
 /* Removes blocks: by a plan, on request, or because they expired.
  *
- * Always holds: a block forgotten here is forgotten everywhere in the core; it passes its rank on to the blocks that become
- * tails. A plan takes a bounded number of steps, everything else time in proportion to its arguments; nothing here needs
- * memory.
+ * Always holds: a block forgotten here is forgotten everywhere in the core; it passes its rank on to the blocks that
+ * become tails. A plan takes a bounded number of steps, everything else time in proportion to its arguments; nothing
+ * here allocates memory.
  */
 #include "inside.h"
 
 enum { STUCK_EMPTY = 1, STUCK_PINNED = 2 };
 
-/* Gives a block that has become a tail, because `place` no longer follows it, that one's rank. */
+/* Passes the rank of `place` to a block that has become a tail because `place` no longer follows it. */
 void keep_pass_on(keep_core *c, uint32_t tail, uint32_t place, uint64_t now_ms, int was_free)
 {
 	if (c->rows[tail].guards != 0)
@@ -70,7 +70,8 @@ void keep_forget(keep_core *c, uint32_t row, uint64_t reason, uint64_t now_ms, s
 	c->free_rows++;
 }
 
-/* Notes that blocks are gone for a reason that was not decided here; lists those that were kept; returns their number. */
+/* Notes that blocks were removed for a reason that was not decided here; lists those that the core knew, and returns
+ * their number. */
 int keep_core_gone(keep_core *c, const uint64_t *generations, uint64_t count, uint64_t reason, uint64_t now_ms,
 		   struct keep_gone *out)
 {

@@ -34,7 +34,7 @@ void keep_guards_change(keep_core *c, uint32_t row, uint64_t after)
 		c->protected_pages -= c->rows[row].pages;
 }
 
-/* Protects a row because one of its sessions is protected. Such sessions are few, so this has no bound of its own. */
+/* Protects a row because one of its sessions is protected. Such sessions are few, so the count needs no limit. */
 void keep_protect_row(keep_core *c, uint32_t row)
 {
 	keep_assert(count_of(c, row, KEEP_PROTECTED) < UINT16_MAX);
@@ -119,7 +119,8 @@ static uint64_t held_by_sessions(const keep_core *c, uint32_t row)
 	return count;
 }
 
-/* Releases one guard of each block; sets `refused`, and returns the number of refusals. Releasing the last one is a use. */
+/* Releases one guard of each block; sets `refused`, and returns the number of refusals. Releasing the last one is a
+ * use. */
 int keep_core_release(keep_core *c, const uint64_t *generations, uint64_t count, unsigned guard, uint64_t now_ms,
 		      uint8_t *refused)
 {
@@ -145,7 +146,7 @@ int keep_core_release(keep_core *c, const uint64_t *generations, uint64_t count,
 	return refusals;
 }
 
-/* Releases a session's guard of one of its rows; returns whether that was the row's last guard. */
+/* Releases a session's guard of one of its rows; returns whether it was the row's last guard. */
 int keep_unprotect_row(keep_core *c, uint64_t session, uint32_t row)
 {
 	if (c->rows[row].position >= protected_of(c, session))
@@ -200,7 +201,7 @@ static int note_protected(keep_core *c, uint64_t session, uint32_t blocks)
 	return 0;
 }
 
-/* Protects a session's first blocks, current and future ones, until it is unprotected. The last call decides: fewer
+/* Protects a session's first blocks, current and future ones, until it is unprotected. The last call applies: fewer
  * blocks than before unprotect the others. Returns a refusal, or 0. */
 int keep_core_protect(keep_core *c, uint64_t session, uint64_t blocks, uint64_t now_ms)
 {

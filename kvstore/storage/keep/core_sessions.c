@@ -43,15 +43,15 @@ static int can_open(keep_core *c, const uint64_t *generations, uint64_t count, u
 		uint32_t row = keep_row_of(c, generations[fresh]);
 		if (row == KEEP_NO_ID || c->rows[row].first_link != 0 || c->rows[row].state & KEEP_MARKED)
 			break;
-		c->rows[row].state |= KEEP_MARKED; /* so that none is named twice */
+		c->rows[row].state |= KEEP_MARKED; /* to detect a block that is listed twice */
 	}
 	for (uint64_t i = 0; i < fresh; i++)
 		c->rows[keep_row_of(c, generations[i])].state &= ~KEEP_MARKED;
 	return fresh == count;
 }
 
-/* Notes that kept blocks are in a session, one after the other; sets `refused`, and returns the number of refusals. Blocks
- * that were at these positions leave the session: it was continued differently. */
+/* Notes that kept blocks are in a session, one after the other; sets `refused`, and returns the number of refusals.
+ * Blocks that were at these positions leave the session, which has continued differently. */
 int keep_core_joined(keep_core *c, const uint64_t *generations, uint64_t count, uint64_t session, uint64_t first,
 		     uint64_t now_ms, uint8_t *refused)
 {
@@ -59,7 +59,7 @@ int keep_core_joined(keep_core *c, const uint64_t *generations, uint64_t count, 
 
 	if (session == 0)
 		return -EINVAL;
-	if (first == 0 && can_open(c, generations, count, session)) { /* as all are at an opening: no bound of links */
+	if (first == 0 && can_open(c, generations, count, session)) { /* in no session yet: no limit on links */
 		for (uint64_t i = 0; i < count; i++) {
 			refused[i] = keep_chain_reserve(c, session, i == 0 ? 1 : count - i) < 0 ? KEEP_FULL : 0;
 			if (refused[i] == 0)
@@ -97,8 +97,8 @@ void keep_core_left(keep_core *c, uint64_t session, uint64_t first, uint64_t now
 	}
 }
 
-/* The sessions that have a block, up to `room` of them, and its position in all of them; returns how many it is
- * in. */
+/* The sessions that have a block, up to `room` of them, and its position, which is the same in all; returns how many
+ * there are. */
 uint64_t keep_core_places(const keep_core *c, uint64_t generation, uint64_t *sessions, uint64_t room, uint64_t *position)
 {
 	uint32_t row = keep_row_of(c, generation);

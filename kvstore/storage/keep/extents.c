@@ -2,8 +2,8 @@
  * has had its length for the longest time.
  *
  * Always holds: free extents never overlap and never adjoin; each is in `by_start` as (start, length, number) and in
- * `by_length` as (length, number, start), where numbers ascend with every change; `free_pages` is their sum. A call that
- * would free a page twice, or one beyond the drive, is refused before anything is changed.
+ * `by_length` as (length, number, start), where numbers ascend with every change; `free_pages` is their sum. A call
+ * that would free a page twice, or one beyond the drive, is refused before anything is changed.
  */
 #include "inside.h"
 
@@ -181,7 +181,7 @@ int keep_extents_release_all(keep_extents *e, const uint64_t *pairs, uint64_t co
 	return 0;
 }
 
-/* Pins all of them or none; returns why not. */
+/* Pins all of them or none; returns 0, or an error. */
 int keep_extents_pin(keep_extents *e, const uint64_t *starts, uint64_t count)
 {
 	struct keep_place place;
@@ -295,8 +295,8 @@ uint64_t keep_extents_after(const keep_extents *e, uint64_t page, uint64_t *out,
 	return count;
 }
 
-/* The starts of the extents of the longest length below `below`, in the order in which they got it. Returns how many;
- * `length` is set to that length, 0 if there is none. */
+/* The starts of the extents of the longest length below `below`, in the order in which they reached that length.
+ * Returns how many; `length` is set to that length, 0 if there is none. */
 uint64_t keep_extents_of_length(const keep_extents *e, uint64_t below, uint64_t *out, uint64_t room, uint64_t *length)
 {
 	struct keep_place place = keep_runs_find(&e->by_length, below, 0);

@@ -1,12 +1,12 @@
-/* Why the last removed blocks were removed: a fixed number of removals, the newest of each name, by a digest of it that
- * nobody outside can aim at. */
+/* The reasons for the last removals of blocks: a fixed number of them, the newest of each name. Names are stored as
+ * keyed digests, so that clients can't make them collide. */
 #include "inside.h"
 #include "siphash.h"
 
 enum { NAME_BYTES = 48, HEAD = 0 };
 
 struct removal {
-	uint64_t name; /* 0: this place was never used */
+	uint64_t name; /* 0: this entry was never used */
 	struct keep_gone gone;
 };
 
@@ -81,7 +81,8 @@ int keep_history_of(const keep_history *h, const uint8_t *name, struct keep_gone
 	return 1;
 }
 
-/* Fills in the last session of each removed block; 0 if it was in none, or isn't remembered. Returns how many aren't 0. */
+/* Fills in the last session of each removed block; 0 if it was in none, or isn't remembered. Returns how many aren't
+ * 0. */
 uint64_t keep_history_sessions(const keep_history *h, const uint8_t *names, uint64_t count, uint64_t *out)
 {
 	uint64_t found = 0;

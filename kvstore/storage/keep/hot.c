@@ -1,4 +1,4 @@
-/* hot.h: pieces, and which of them are kept. */
+/* Pieces of the hot memory, and which of them are kept: see hot.h. */
 #include "hot_inside.h"
 
 keep_hot *keep_hot_new(uint64_t pages, char *memory, const uint8_t *secret)
@@ -51,7 +51,7 @@ int keep_hot_reserve(keep_hot *h)
 	return error < 0 ? error : keep_map_reserve(&h->by_name, wanted, &h->pieces->name, sizeof *h->pieces);
 }
 
-/* Notes that the pages of a piece are in use: by one user. `keep_hot_reserve` was called before. */
+/* Notes that the pages of a piece are in use, by one user. `keep_hot_reserve` was called before. */
 uint32_t keep_hot_taken(keep_hot *h, uint64_t start, uint64_t pages)
 {
 	uint32_t id = h->rings.links[KEEP_HOT_UNUSED].after;
@@ -63,7 +63,7 @@ uint32_t keep_hot_taken(keep_hot *h, uint64_t start, uint64_t pages)
 	if (start + pages > h->used_until)
 		h->used_until = start + pages;
 	if (h->unwiped != UINT64_MAX && start + pages > h->unwiped)
-		keep_hot_wipe(h, start, pages); /* the pass would miss it */
+		keep_hot_wipe(h, start, pages); /* the pass in progress would skip these pages */
 	h->pieces[id] = (struct keep_piece){.start = (uint32_t)start, .pages = (uint32_t)pages, .users = 1, .wipes = h->wipes};
 	return id;
 }
@@ -99,7 +99,7 @@ static void lose_name(keep_hot *h, struct keep_piece *piece)
 	piece->name = 0;
 }
 
-/* Forgets which record a piece has. */
+/* Clears the record of a piece. */
 void keep_hot_lose(keep_hot *h, uint32_t id)
 {
 	struct keep_piece *piece = &h->pieces[id];
@@ -175,7 +175,7 @@ int64_t keep_hot_peek(const keep_hot *h, uint64_t generation)
 	return id == KEEP_NO_ID ? KEEP_NONE : (int64_t)id;
 }
 
-/* Counts a request for a record: it is protected from now on, in place of the oldest ones. */
+/* Counts a request for a record: it is protected from now on, and the oldest ones no longer, if there are too many. */
 static uint32_t request(keep_hot *h, uint64_t generation)
 {
 	uint32_t id = keep_map_find(&h->by_generation, generation);
@@ -225,7 +225,7 @@ void keep_hot_use(keep_hot *h, uint32_t id)
 	keep_hot_piece(h, id)->users++;
 }
 
-/* Says, once, that a refused caller should try again. */
+/* Whether a refused caller should try again; reported once. */
 static int tell(keep_hot *h)
 {
 	int has_refused = h->has_refused;

@@ -1,10 +1,10 @@
-/* The pages of a node's hot memory: pieces that are read into or that blocks land in, and pieces that hold a record.
+/* The pages of a node's hot memory: pieces into which a drive is read or blocks land, and pieces that hold a record.
  *
- * A piece is a run of pages. It has users, and while it holds a record it is kept under the record's generation, so that
- * later reads find it. Kept pieces without users are evicted for others: those that were found only once first, then the
- * protected ones, each in the order of their last use.
+ * A piece is a run of pages. It has users, and while it holds a record it is kept under the record's generation, so
+ * that later reads find it. Kept pieces without users are evicted for others: those that were found only once first,
+ * then the protected ones, each in the order of their last use.
  *
- * Ownership and thread: as in keep.h. A piece is named by a small number, which is used again after the last user of a
+ * Ownership and thread: as in keep.h. A piece is identified by a small number, which is reused after the last user of a
  * piece that isn't kept has released it.
  *
  * Always holds:
@@ -15,7 +15,7 @@
  * - A piece is overwritten before it is free if its record was erased, or if it was in use, and not kept, when a pass
  *   over the free pages (`keep_hot_wipe_free`) began.
  *
- * It reads no memory of a piece, and writes only what it overwrites.
+ * It doesn't read the memory of pieces, and writes to it only to overwrite it.
  */
 #ifndef KEEP_HOT_H
 #define KEEP_HOT_H
@@ -25,7 +25,7 @@
 /* cdef begin */
 typedef struct keep_hot keep_hot;
 
-/* Ends the uses of pieces that are not counted here, by the numbers they are known by; says of each whether it has none. */
+/* Ends uses of pieces that are not refcounted here, by number; reports for each number whether no use is left. */
 struct keep_uses {
 	void (*end)(void *self, const uint64_t *numbers, int count, uint8_t *ended);
 	void *self;
@@ -38,12 +38,12 @@ struct keep_hot_said {
 	uint64_t kept, kept_pages, protected_pages, found, not_found, evicted;
 };
 
-/* `memory` may be NULL: then nothing is overwritten. `uses` may be NULL everywhere: then there are none. */
+/* `memory` may be NULL: then nothing is overwritten. `uses` may be NULL everywhere: then there are no such uses. */
 keep_hot *keep_hot_new(uint64_t pages, char *memory, const uint8_t *secret);
 void keep_hot_free(keep_hot *h);
-/* A piece with one user; KEEP_NONE if everything that could be evicted is in use: the caller is told by a later call. */
+/* A piece with one user; KEEP_NONE if all that could be evicted is in use: a later call reports when to try again. */
 int64_t keep_hot_take(keep_hot *h, uint64_t pages, uint32_t owner, uint64_t tenants, const struct keep_uses *uses);
-/* Pieces that nobody has requested: none while a caller waits. Returns how many. */
+/* Takes pieces in advance, for no request: none while a refused caller waits. Returns how many. */
 int keep_hot_take_many(keep_hot *h, uint64_t pages, uint32_t most, uint64_t tenants, const struct keep_uses *uses,
 		       struct keep_room *out);
 /* Keeps pieces as records of an owner, by name if there are `names`. A piece or a record that is kept already is left

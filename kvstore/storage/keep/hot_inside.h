@@ -8,17 +8,17 @@
 
 enum { KEEP_PAGE_BYTES = 4096, KEEP_HOT_NAME_BYTES = 48 };
 
-/* The heads of rings; the pieces follow. A piece that is in use and neither kept nor gone is in none. */
+/* The heads of rings; the pieces follow. A piece that is in use and neither kept nor gone is in no ring. */
 enum { KEEP_HOT_UNUSED, KEEP_HOT_PROBATION, KEEP_HOT_PROTECTED, KEEP_HOT_GONE, KEEP_HOT_RINGS };
 
 struct keep_piece {
 	uint64_t generation; /* of the record that it is kept as; 0: none */
-	uint64_t name;	     /* a digest of that record's; 0: none, or another piece has it */
-	uint64_t known_as;   /* by whom uses it uncounted, though it is not kept any more; 0: nobody does */
-	uint32_t start, pages; /* no pages: there is no such piece */
+	uint64_t name;	     /* a digest of that record's name; 0: none, or another piece has it */
+	uint64_t known_as;   /* its number in `keep_uses` while such uses go on, though it isn't kept; 0: none */
+	uint32_t start, pages; /* `pages` 0: not in use */
 	uint32_t users;
 	uint32_t owner;
-	uint32_t wipes; /* passes over free pages until it was last known not to have an erased record */
+	uint32_t wipes; /* `wipes` of the memory when it was last known not to have an erased record */
 	uint8_t is_protected, is_erased;
 };
 
@@ -26,13 +26,13 @@ struct keep_hot {
 	char *memory;
 	uint64_t pages, protected_max, used_until;
 	keep_extents *unused;
-	uint64_t unwiped; /* the next page of the pass in progress; UINT64_MAX: there is none */
+	uint64_t unwiped; /* the next page of the pass in progress; UINT64_MAX: none */
 	uint64_t secret[2];
 	struct keep_piece *pieces;
 	uint32_t room, made, wipes;
 	struct keep_rings rings; /* each in the order of last uses */
 	struct keep_map by_generation, by_name;
-	uint64_t *owned; /* pages kept, by owner; owner 0 is nobody */
+	uint64_t *owned; /* pages kept, by owner; owner 0: none */
 	uint32_t owners, owners_room;
 	int has_refused;
 	struct keep_hot_said said;

@@ -1,4 +1,4 @@
-/* hot.h: room for new pieces, by evicting kept ones; and pieces whose records are gone. */
+/* Room for new pieces, by evicting kept ones; and pieces whose records are gone: see hot.h. */
 #include "hot_inside.h"
 
 enum { AT_ONCE = 256 };
@@ -90,14 +90,14 @@ void keep_hot_erase(keep_hot *h, const uint8_t *names, uint64_t count, const str
 	}
 }
 
-/* Whether a piece belongs to what is guaranteed to an owner, or would if so many more pages of theirs were evicted. */
+/* Whether a piece is in the guaranteed share of its owner, or would be if `pages` more of the owner's were evicted. */
 static int is_guaranteed(const keep_hot *h, const struct keep_piece *piece, uint64_t pages, uint64_t tenants)
 {
 	return tenants > 1 && piece->owner > 0 && h->owned[piece->owner] < h->pages / (2 * tenants) + pages;
 }
 
-/* Evicts one kept piece: the first of a ring that nobody uses. Spared ones go to its end, so that they are not looked at
- * each time. */
+/* Evicts one kept piece: the first of a ring that is not in use. Guaranteed ones are moved to the end of the ring, so
+ * that they are not examined each time. */
 static int evict_from(keep_hot *h, uint32_t ring, int is_sparing, uint32_t owner, uint64_t tenants, const struct keep_uses *uses)
 {
 	uint32_t next, last = h->rings.links[ring].before;
@@ -152,7 +152,7 @@ int64_t keep_hot_take(keep_hot *h, uint64_t pages, uint32_t owner, uint64_t tena
 	return start < 0 ? start : (int64_t)keep_hot_taken(h, (uint64_t)start, pages);
 }
 
-/* Evicts the oldest kept pieces, as far as they have this size, and takes them at once. */
+/* Evicts the oldest kept pieces, up to the first of another size, and takes them at once. */
 static int take_oldest(keep_hot *h, uint64_t pages, uint32_t most, uint64_t tenants, const struct keep_uses *uses, uint32_t *out)
 {
 	uint64_t generations[AT_ONCE];
@@ -197,7 +197,7 @@ int keep_hot_take_many(keep_hot *h, uint64_t pages, uint32_t most, uint64_t tena
 		uint32_t more = 1;
 
 		if (id == KEEP_NONE)
-			h->has_refused = 0; /* nobody waits for this one */
+			h->has_refused = 0; /* no caller waits for this one */
 		if (id < 0)
 			break;
 		ids[0] = (uint32_t)id;

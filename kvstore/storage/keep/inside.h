@@ -188,7 +188,7 @@ struct keep_chains {
 	struct keep_session_link *links;
 	uint32_t links_room, links_made, free_link, linked;
 	uint32_t *broken, broken_room, broken_first, broken_count; /* a circular queue */
-	uint32_t *spare; /* the rows of the next one to be opened */
+	uint32_t *spare; /* for the rows of the next session to be opened */
 };
 
 typedef void (*keep_tail)(keep_core *c, uint32_t tail, uint32_t place, uint64_t now_ms, int was_free);

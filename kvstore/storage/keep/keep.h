@@ -120,7 +120,7 @@ int64_t keep_core_oldest_use(keep_core *c, uint64_t owner, int64_t *steps);
 uint64_t keep_core_evict_oldest(keep_core *c, uint64_t owner, uint64_t pages, uint64_t blocks_max, uint64_t before,
 				int64_t *steps, uint64_t now_ms, struct keep_gone *out);
 
-/* The last removals of blocks, by name: tenant and key, 48 bytes (history.c). All memory is taken at the beginning. */
+/* The last removals of blocks, by name: tenant and key, 48 bytes (history.c). All memory is allocated at once. */
 typedef struct keep_history keep_history;
 
 keep_history *keep_history_new(uint32_t size, const uint8_t *secret);

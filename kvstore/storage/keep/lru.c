@@ -5,7 +5,7 @@ enum { HEAD = 0, HEADS = 1 };
 
 struct lru {
 	keep_policy policy;
-	struct keep_rings rings; /* a row's node is the row and one */
+	struct keep_rings rings; /* a row's node is the row plus one */
 	uint64_t *use_of;        /* of each row: the number of its last use; ascends along the ring */
 	uint32_t use_room;
 	uint64_t uses;

@@ -1,9 +1,9 @@
 /* Ids by 64-bit keys, in chains; 8 bytes per id beside the key, which is in the owner's table.
  *
  * The number of chains follows the number of ids, one chain at a time (linear hashing), so the table is never rebuilt,
- * and no call pays for earlier ones. Without memory for one more chain, chains get longer. Keys are numbers that the
- * node chose, or digests made with a secret, so clients can't make them collide. Sixteen neighbours share a line of the
- * table of heads, because blocks that were put together are requested together.
+ * and no call pays for earlier ones. If there is no memory for one more chain, chains get longer. Keys are numbers
+ * chosen by the node, or keyed digests, so clients can't make them collide. Sixteen neighbours share a cache line of
+ * the table of heads, because blocks that were put together are requested together.
  */
 #include "inside.h"
 
@@ -61,7 +61,7 @@ int keep_map_reserve(struct keep_map *map, uint64_t ids, const void *keys, size_
 	return error;
 }
 
-/* Makes as many chains as there will be ids, while there are no ids; fewer, without enough memory. */
+/* Makes a chain for each expected id, while there are no ids; fewer, without enough memory. */
 void keep_map_expect(struct keep_map *map, uint64_t count)
 {
 	keep_assert(map->count == 0);
@@ -96,7 +96,7 @@ uint32_t keep_map_find(const struct keep_map *map, uint64_t key)
 	return KEEP_NO_ID;
 }
 
-/* Divides the next chain in two. */
+/* Splits the next chain in two. */
 static void add_bucket(struct keep_map *map)
 {
 	uint32_t level, *from, link, kept = 0, moved = 0;

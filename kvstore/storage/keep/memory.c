@@ -1,4 +1,4 @@
-/* Allocation that reports failure, and the end of the process when an invariant is broken. */
+/* Allocation that reports failure, and the abort when an invariant is broken. */
 #include "inside.h"
 
 /* Makes room for this many items in an array, and some more; new ones are zero. Without memory nothing changes. */
@@ -24,7 +24,7 @@ int keep_grow(void **array, uint32_t *room, uint64_t wanted, size_t size)
 	return 0;
 }
 
-/* The same with little to spare, for many small arrays. New items are not zero. */
+/* The same with little spare room, for many small arrays. New items are not zero. */
 int keep_grow_tightly(void **array, uint32_t *room, uint64_t wanted, size_t size)
 {
 	uint64_t more = wanted + wanted / 8 + 1;

@@ -6,12 +6,12 @@
  * Always holds:
  *
  * - A row with an owner is counted with it, from `keep_owners_take` to `keep_owners_leave`.
- * - A row in an owner's ring was used after all rows before it in that ring. Stamps come from one counter for all drives
- *   of a store, so the least recently used row can be found across several drives.
+ * - A row in an owner's ring was used after all rows before it in that ring. Stamps come from one counter for all
+ *   drives of a store, so the least recently used row can be found across several drives.
  * - Adding, touching and removing a row is O(1), and so is finding the least recently used one.
  *
- * Rows that may not be evicted are set aside here whenever they are in the policy. It knows no limits. 16 bytes per row,
- * if any row has an owner.
+ * Rows that may not be evicted are set aside here whenever they are in the policy. It knows no limits. 16 bytes per
+ * row, if any row has an owner.
  */
 #include "inside.h"
 
@@ -52,7 +52,7 @@ void keep_owners_take(keep_core *c, uint32_t row, uint32_t owner)
 	stamp(&c->owners, row, owner);
 }
 
-/* Notes a use; a row that was set aside is back. */
+/* Notes a use. A row that was set aside is put back. */
 void keep_owners_touch(keep_core *c, uint32_t row)
 {
 	uint32_t owner = c->rows[row].owner;
@@ -117,10 +117,10 @@ static int by_age(const void *one, const void *other)
 	return a->order < b->order ? -1 : a->order > b->order;
 }
 
-/* Notes the owner of these blocks, which are all that it has, oldest first.
+/* Notes the owner of these blocks, which are all of its blocks, oldest first.
  *
- * Only the time of their last use and their age are known of their order, and nothing across several drives. So they
- * are spread evenly over the stamps given so far, of which there are as many, oldest first. */
+ * Their order is known only by last use and age, and not at all across several drives. So they are spread evenly over
+ * the stamps given so far. */
 int keep_core_own(keep_core *c, const uint64_t *generations, uint64_t count, uint64_t owner)
 {
 	struct keep_owners *owners = &c->owners;
@@ -161,7 +161,7 @@ static uint32_t oldest(const struct keep_owners *owners, uint64_t owner)
 	return node < owners->heads ? KEEP_NO_ID : node - owners->heads;
 }
 
-/* The last use, by number, of the owner's block to be evicted first; KEEP_NONE: none may be. */
+/* The stamp of the owner's block to be evicted first; KEEP_NONE if none may be evicted. */
 int64_t keep_core_oldest_use(keep_core *c, uint64_t owner, int64_t *steps)
 {
 	uint32_t row;
@@ -179,8 +179,8 @@ int64_t keep_core_oldest_use(keep_core *c, uint64_t owner, int64_t *steps)
 	return KEEP_NONE;
 }
 
-/* Forgets blocks of an owner that has to make room for itself, oldest first, until they have `pages` together, as long
- * as they were used before the use `before`, and there are steps left; returns how many. */
+/* Evicts an owner's oldest blocks, to make room for its own, until they add up to `pages`, the next one was used at
+ * stamp `before` or later, or the steps are used up; returns how many. */
 uint64_t keep_core_evict_oldest(keep_core *c, uint64_t owner, uint64_t pages, uint64_t blocks_max, uint64_t before,
 				int64_t *steps, uint64_t now_ms, struct keep_gone *out)
 {

@@ -1,4 +1,4 @@
-/* The policies as `kvstore.storage.eviction` and a simulator call them: with checks that the core doesn't need. */
+/* The policies' interface for `kvstore.storage.eviction` and a simulator, with checks that the core doesn't need. */
 #include "inside.h"
 
 int keep_policy_reserve(keep_policy *p, uint64_t rows)

@@ -17,7 +17,7 @@ int keep_rings_is_linked(const struct keep_rings *rings, uint32_t node)
 	return node < rings->room && rings->links[node].after != node;
 }
 
-/* Puts a free node before another one: with a head, at the end of its ring. */
+/* Inserts a free node before another one; before a head means at the end of its ring. */
 void keep_rings_push(struct keep_rings *rings, uint32_t head, uint32_t node)
 {
 	struct keep_link *links = rings->links;
@@ -28,7 +28,7 @@ void keep_rings_push(struct keep_rings *rings, uint32_t head, uint32_t node)
 	links[node] = (struct keep_link){head, last};
 }
 
-/* Takes a node out of its ring, if it is in one. */
+/* Removes a node from its ring, if it is in one. */
 void keep_rings_unlink(struct keep_rings *rings, uint32_t node)
 {
 	struct keep_link *links = rings->links, link = links[node];
@@ -38,7 +38,7 @@ void keep_rings_unlink(struct keep_rings *rings, uint32_t node)
 	links[node] = (struct keep_link){node, node};
 }
 
-/* Puts all nodes of one ring at the end of another one. */
+/* Appends all nodes of one ring to another one. */
 void keep_rings_move_all(struct keep_rings *rings, uint32_t source, uint32_t target)
 {
 	struct keep_link *links = rings->links, from = links[source];

@@ -1,4 +1,4 @@
-/* Items in order, in runs of up to KEEP_RUN_ITEMS, and an array with the first item of each run.
+/* Ordered items, in runs of up to KEEP_RUN_ITEMS, and an array with the first item of each run.
  *
  * A search is two bisections. An insertion moves at most one run's items, and the places of runs when a run is
  * split; nothing is ever rebuilt, and a run that has lost most of its items is joined with its neighbour, so the
@@ -118,7 +118,7 @@ static void note_first(struct keep_runs *runs, uint32_t at)
 	runs->tops[at].b = runs->tops[at].run->items[0].b;
 }
 
-/* Called after an item was changed in place. */
+/* Must be called after an item was changed in place. */
 void keep_runs_changed(struct keep_runs *runs, struct keep_place place)
 {
 	if (place.at == 0)

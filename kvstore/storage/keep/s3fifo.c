@@ -5,8 +5,8 @@
  * queue at once. At the end of the main queue, a block used since its last turn gets another turn, at most `uses_max`
  * in all; the others are evicted. So a scan passes through the small queue and leaves the main one alone.
  *
- * The small queue is a tenth of the drive; while it has more, blocks are evicted from it first. Ghosts stand for as many
- * pages as the rest of the drive has.
+ * The small queue is a tenth of the drive; while it has more, blocks are evicted from it first. Ghosts stand for as
+ * many pages as the rest of the drive has.
  *
  * Always holds: touching a row changes one number, and later causes at most about three moves, during the search for a
  * candidate. A ghost is a hint: without memory for one, it is not remembered.

@@ -1,10 +1,10 @@
 /* A hierarchical timer wheel: which rows expire when. Insertion and removal are O(1) at any distance.
  *
  * It has eight levels of 64 buckets, each level 64 times as coarse as the one before. A row is in the level of the
- * highest digit (in base 64, of its tick) in which it differs from the wheel's own tick, in the bucket of that digit. So
- * the lowest bucket of the lowest occupied level is always the next, and the wheel jumps from one occupied bucket to
- * the next, however much time is between them. When the time of a bucket begins, its rows are due or move to the
- * levels below.
+ * highest digit (in base 64, of its tick) in which it differs from the wheel's own tick, in the bucket of that digit.
+ * So the lowest bucket of the lowest occupied level is always the next, and the wheel jumps from one occupied bucket to
+ * the next, whatever the time between them. When the time of a bucket begins, its rows are due or move to the levels
+ * below.
  *
  * Always holds:
  *
@@ -74,7 +74,7 @@ void keep_wheel_insert_again(struct keep_wheel *wheel, uint32_t row)
 	wheel->count++;
 }
 
-/* Takes a row out of the wheel, if it is in it. */
+/* Removes a row from the wheel, if it is in it. */
 void keep_wheel_cancel(struct keep_wheel *wheel, uint32_t row)
 {
 	uint32_t head, node = HEADS + row;
@@ -111,8 +111,8 @@ static int open_next_bucket(struct keep_wheel *wheel, uint64_t target)
 	return 0;
 }
 
-/* Starts again from an earlier tick, because a row is due between that and the wheel's own. It costs one step for each
- * row, but only after a jump back over a time at which a row expires. */
+/* Restarts from an earlier tick, because a row is due between that and the wheel's own. It costs one step per row, but
+ * only after a clock jumped back over a time at which a row expires. */
 static void turn_back(struct keep_wheel *wheel, uint64_t target)
 {
 	wheel->tick = target;
