@@ -31,6 +31,7 @@ _MODULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 _LINE_MAX = 100
 # Called from inside the package, across modules.
 _INSIDE = {
+    *("Arrivals.dropped", "Arrivals.forgotten", "Arrivals.stored"),
     *("ClusterBlock.copied", "RegisteredMemory.copied", "Nodes.placed_as", "FlagWord.place"),
     *("Layout.first_head", "Layout.heads"),
     *("Region.detach", "Region.hold", "Region.is_idle", "Region.let_go", "Region.through"),

@@ -228,24 +228,15 @@ class Arrivals(Handle):
             return chat
 
     def stored(self, user: str, key: bytes, length: int) -> None:
-        """Note that a put was acknowledged. Sessions of `session` report their own.
-
-        >>> arrivals.stored("ada", key, 4096)
-        """
+        """A put was acknowledged."""
         self._told.append(_Told(user, key, length, next(self._numbers)))
 
     def dropped(self, user: str, key: bytes) -> None:
-        """Note that a block is gone: deleted, evicted, or broken.
-
-        >>> arrivals.dropped("ada", block_key(b"an evicted block"))
-        """
+        """A block is gone: deleted, evicted, or broken."""
         self._told.append(_Told(user, key, 0, next(self._numbers)))
 
     def forgotten(self, user: str) -> None:
-        """Note that something of the user was deleted; the rest is looked up at their next request.
-
-        >>> arrivals.forgotten("ada")
-        """
+        """Something of the user was deleted; the rest is looked up at their next request."""
         self._told.append(_Told(user, b"", 0, next(self._numbers)))
 
     def known(self, user: str) -> tuple[Extent, ...]:

@@ -495,8 +495,7 @@ class Session:
 
     def _resume_span(self) -> ResumeSpan | None:
         """A span for a resume; None if the client has no tracer."""
-        spans = self._calls.core.spans
-        return None if spans is None else spans.resume()
+        return None if self._calls.core.spans is None else self._calls.core.spans.resume()
 
     def _manifest(self, timeout_s: float | None = None) -> Manifest:
         """Its list of blocks, or a Miss with the reason why it is unknown."""
@@ -593,14 +592,8 @@ class Session:
         return self._calls.steps.trace(steps_pb2.GetTraceRequest(name=self._name))
 
 
-def manifest_of(session: Session, timeout_s: float | None = None) -> Manifest:
-    """A session's list of blocks, or a Miss with the reason why it is unknown."""
-    return session._manifest(timeout_s)  # noqa: SLF001 - of this module
-
-
-def resume_span_of(session: Session) -> ResumeSpan | None:
-    """A span for a resume of the session; None if its client has no tracer."""
-    return session._resume_span()  # noqa: SLF001 - of this module
+manifest_of = Session._manifest  # noqa: SLF001 - this and the next for `Arrivals`
+resume_span_of = Session._resume_span  # noqa: SLF001
 
 
 def _turns(session: pb.GetSessionResponse) -> tuple[Turn, ...]:

@@ -69,7 +69,7 @@ def test_what_is_given_back_after_the_fabric_was_closed_needs_nothing() -> None:
     fabric = Fabric("net")
     hears, rings = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     fabric.hear(hears, is_pipe=True)
-    peer = fabric.add_peer(fabric.open_endpoint().address)
+    peer = fabric.add_peer(fabric.open_endpoint().address())
     fabric.close()
     fabric.ignore(hears)
     fabric.remove_peer(peer)
