@@ -77,22 +77,18 @@ class Group:
 
     def rows(self, count: int | None = None) -> Iterator[Row]:
         """The current state of the first `count`, or of all."""
+        return map(Row._make, self.unnamed_rows(count))
+
+    def unnamed_rows(self, count: int | None = None) -> Iterator[tuple[int, int, int, int, int]]:
+        """The same as plain tuples, which cost less."""
         count = self._count if count is None else count
         out = ffi.new("struct tk_row[]", count)
         lib.tk_group_read(self._handle, 0, count, out)
-        return map(Row._make, _ROW.iter_unpack(ffi.buffer(out)))
-
-    def unnamed_rows(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """The current state of all rows as plain tuples, in the order of `Row`."""
-        out = ffi.new("struct tk_row[]", self._count)
-        lib.tk_group_read(self._handle, 0, self._count, out)
         return _ROW.iter_unpack(ffi.buffer(out))
 
     def codes(self, count: int) -> list[int]:
         """The code of the last word for each of the first `count`; 0: none."""
-        out = ffi.new("struct tk_row[]", count)
-        lib.tk_group_read(self._handle, 0, count, out)
-        return [code for _, _, _, code, _ in _ROW.iter_unpack(ffi.buffer(out))]
+        return [code for _, _, _, code, _ in self.unnamed_rows(count)]
 
     @property
     def open_rows(self) -> int:

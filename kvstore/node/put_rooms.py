@@ -30,10 +30,10 @@ class PutRooms:
 
     def empty(self, area: PutArea) -> None:
         """Take back rooms that a receiver doesn't need now."""
+        area.least_pages = 0
         pieces = [Piece(number) for number in area.receiver.rooms()]
         if pieces:
             area.rooms.difference_update(pieces)
-            area.least_pages = 0
             size_bytes = self._memory.pages.size(pieces)
             self._memory.pages.release_all(pieces)
             self._memory.shares.release(area.holder, size_bytes)

@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from nic_offload.host_device import HostStream
 
 
+def _computed(kind: str, count: int) -> tuple[Any, Any, DynamicCache]:
+    """A model, as many tokens, and the cache after they were computed."""
+    model, tokens = _model(kind), _tokens(count)
+    live = DynamicCache(config=model.config)
+    _run(model, tokens, live)
+    return model, tokens, live
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["full", "sliding", "mixed"])
 def test_what_a_device_saves_is_resumed_bit_for_bit_by_a_device_and_by_the_cpu(
@@ -68,9 +76,7 @@ def test_what_the_cpu_saved_is_resumed_by_a_device_in_several_parts(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory is used again and again, each time only after the copies out of it are done."""
-    model, tokens = _model("mixed"), _tokens(300)
-    live = DynamicCache(config=model.config)
-    _run(model, tokens, live)
+    model, tokens, live = _computed("mixed", 300)
     with CacheStore(node.target, model, block_tokens=16) as store:
         assert store.session("ada", "parts").save(live, tokens).error is None
         block_bytes = store.shapes.block_bytes(16, [16])
@@ -91,9 +97,7 @@ def test_puts_are_armed_before_the_copies_and_fired_by_the_device(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The application makes one call for all blocks, and none between the device's copies and their flag."""
-    model, tokens = _model("full"), _tokens(160)
-    live = DynamicCache(config=model.config)
-    _run(model, tokens, live)
+    model, tokens, live = _computed("full", 160)
     device, happened = HostDevice(1), []
     arm, copy = Client.arm, HostDevice.copy
 
@@ -193,9 +197,7 @@ class _Refusing(HostDevice):
 def test_a_device_that_refuses_stores_nothing_and_resumes_nothing_and_the_chat_goes_on(
     node: NodeProcess,
 ) -> None:
-    model, tokens = _model("full"), _tokens(100)
-    live = DynamicCache(config=model.config)
-    _run(model, tokens, live)
+    model, tokens, live = _computed("full", 100)
     device = _Refusing(2)
     with running(device), CacheStore(node.target, model, block_tokens=16, device=device) as store:
         chat = store.session("ada", "refused")
@@ -246,9 +248,7 @@ class _Full(HostDevice):
 def test_without_page_locked_memory_the_cpu_copies(
     node: NodeProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, tokens = _model("full"), _tokens(100)
-    live = DynamicCache(config=model.config)
-    _run(model, tokens, live)
+    model, tokens, live = _computed("full", 100)
     with (
         caplog.at_level(logging.WARNING),
         CacheStore(node.target, model, block_tokens=16, device=_Full()) as store,

@@ -29,6 +29,14 @@ def _wildcards(dice: random.Random, lengths: list[int], each: int) -> list[Writt
     return list(written.values())
 
 
+def _with_wildcards(dice: random.Random, lengths: range) -> Table:
+    """A table with ten such rules of each length, as those of a file."""
+    table = Table()
+    written = _wildcards(dice, list(lengths), 10)
+    table.replace([rule(priority=priority, **fields) for fields, priority in written])
+    return table
+
+
 def _steps(table: Table, source: str) -> int:
     """How many maps a request from there is looked up in."""
     address = request(source=source).source
@@ -101,9 +109,7 @@ def test_entries_added_and_removed_one_by_one_are_found_in_their_networks() -> N
 
 def test_an_added_entry_is_found_in_a_network_that_no_other_entry_has() -> None:
     dice = random.Random(3)
-    filed = _wildcards(dice, list(range(12, 24)), 10)
-    table = Table()
-    table.replace([rule(priority=priority, **fields) for fields, priority in filed])
+    table = _with_wildcards(dice, range(12, 24))
     known = table.add(rule(priority=5, name="first", source="203.0.112.0/20", model="llama"))
     before = table._probing
     entry = table.add(rule(priority=5, name="second", source="198.51.96.0/20", model="llama"))
@@ -116,9 +122,7 @@ def test_an_added_entry_is_found_in_a_network_that_no_other_entry_has() -> None:
 @pytest.mark.parametrize("first", ["10.0.0.0/29", "ffff:ff00::/24", "::1:0:0/96"])
 def test_ipv6_sources_are_found_beside_ipv4_ones(source: str, first: str) -> None:
     dice = random.Random(4)
-    filed = _wildcards(dice, list(range(12, 30)), 10)
-    table = Table()
-    table.replace([rule(priority=priority, **fields) for fields, priority in filed])
+    table = _with_wildcards(dice, range(12, 30))
     table.add(rule(priority=9_000, source=first))
     entry = table.add(rule(priority=9_000, source=source))
     inside = source.split("/", maxsplit=1)[0].replace("::ffff:0:0", "10.9.8.7")
@@ -158,9 +162,7 @@ def test_the_networks_of_all_masks_together_are_bounded() -> None:
 
 def test_a_plain_mask_below_wildcards_and_one_that_names_no_source_are_always_probed() -> None:
     dice = random.Random(6)
-    filed = _wildcards(dice, list(range(12, 24)), 10)
-    table = Table()
-    table.replace([rule(priority=priority, **fields) for fields, priority in filed])
+    table = _with_wildcards(dice, range(12, 24))
     exact = table.add(rule(priority=3, tenant="acme", user="alice", context="chat-1"))
     ported = table.add(rule(priority=4, destination_port="1-442", user="bob"))
     far = request(source="203.0.113.9")
