@@ -79,7 +79,8 @@ uint64_t tk_shelf_came(struct tk_shelf *shelf); /* blocks that receivers have no
 int tk_shelf_waiting(struct tk_shelf *shelf, uint64_t *tags, int tags_max);
 /* Adds or removes names (owner and key of each) that are stored. */
 void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored);
-/* Changes the ids of blocks. `done[i]` is 1, or 0 if the block is no longer known or its new id is in use. */
+/* Changes the ids of blocks. `done[i]` is 0 if the block is no longer known or its new id is in use. */
+enum { TK_RENAMED = 1, TK_RENAMED_USED }; /* used: calls were answered with it under the id that it had landed with */
 void tk_shelf_rename(struct tk_shelf *shelf, const uint64_t *ids, const uint64_t *new_ids, size_t count, uint8_t *done);
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out);
 void tk_desk_answers(struct tk_desk *desk, int answers); /* initially the application answers all calls */

@@ -158,6 +158,17 @@ uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint6
 	return 0;
 }
 
+/* Returns the id by which a block's use is reported; 0: there is no block. Uses of a block that has no lasting id yet
+ * are reported when it gets one. */
+static uint64_t note_use(struct shelved *block)
+{
+	if (!block)
+		return 0;
+	if (block->block.id & LANDED_ID)
+		block->was_used = 1;
+	return block->block.id;
+}
+
 /* Under the shelf's lock: makes the report about a call, which is delivered when the call is over. */
 struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
 			 uint32_t cold)
@@ -185,7 +196,7 @@ struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, con
 		.is_prefix = head->kind == CALL_PREFIX,
 	};
 	for (uint32_t i = 0; i < ids; i++)
-		served->rest[i] = shelf->found[i] ? shelf->found[i]->block.id : 0;
+		served->rest[i] = note_use(shelf->found[i]);
 	memcpy(served->rest + ids, head + 1, head->metadata_bytes);
 	shelf->served_bytes += told_bytes;
 	return served;

@@ -203,7 +203,9 @@ static int rename_block(struct tk_shelf *shelf, uint64_t id, uint64_t new_id)
 	link = chain_of_id(shelf, new_id);
 	block->next_known = *link;
 	*link = block;
-	return 1;
+	int was_used = block->was_used;
+	block->was_used = 0;
+	return was_used ? TK_RENAMED_USED : TK_RENAMED;
 }
 
 void tk_shelf_rename(struct tk_shelf *shelf, const uint64_t *ids, const uint64_t *new_ids, size_t count, uint8_t *done)

@@ -15,7 +15,7 @@ struct shelved {
 	struct tk_shelved block;
 	struct shelved *next_named, *next_known; /* in their chains */
 	uint32_t sending;
-	int listed;
+	int listed, was_used; /* answered while its id was one of those that blocks land with */
 };
 
 /* A call that was answered from the shelf, reported once all of its blocks are over. */

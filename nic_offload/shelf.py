@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Endpoint, Fabric, Region
     from nic_offload.reader import Reader
 
-__all__ = ["IN_MEMORY", "ColdCall", "ColdRow", "Desk", "Served", "Shelf", "Shelved", "place_of"]
+__all__ = [
+    "IN_MEMORY",
+    "RENAMED_USED",
+    "ColdCall",
+    "ColdRow",
+    "Desk",
+    "Served",
+    "Shelf",
+    "Shelved",
+    "place_of",
+]
 
 _SHELVED = struct.Struct("=16s32s16sQQII")
 _SERVED = struct.Struct("=4Q8I")
@@ -44,6 +54,7 @@ _NAME_BYTES = 48
 _PLACE_BYTES = ffi.sizeof("struct tk_place")
 _WORD_MASK = (1 << 64) - 1
 IN_MEMORY = (1 << 32) - 1
+RENAMED_USED = int(lib.TK_RENAMED_USED)
 
 
 class Shelved(NamedTuple):
@@ -164,7 +175,8 @@ class Shelf:
     def rename(self, ids: Buffer, new_ids: Buffer) -> bytes:
         """Give blocks other ids, all in words of 64 bits.
 
-        Returns 0 for each that is not known, or whose new id is in use.
+        Returns 0 for each that is not known, or whose new id is in use; RENAMED_USED for those with which calls were
+        answered under the ids that they had landed with. `served` reports other uses.
         """
         olds, news = (ffi.from_buffer("uint64_t[]", some) for some in (ids, new_ids))
         count = len(olds)

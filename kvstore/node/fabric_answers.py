@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import KvError, Overloaded, ProtocolError
 from kvstore.limits import (
-    BATCH_BLOCKS_MAX,
     FABRIC_ANSWER_BYTES,
     FABRIC_CALL_PLACES,
     FABRIC_CALLS_MS,
@@ -253,8 +252,7 @@ class FabricCalls:
                 self._note(connection, served)
         node.hot.pages.touch(used)
         used += self.cold.note(cold)
-        for first in range(0, len(used), BATCH_BLOCKS_MAX):
-            node.store.used(used[first : first + BATCH_BLOCKS_MAX])
+        node.store.used(used)
 
     def _note(self, connection: Connection, served: Served) -> None:
         node, blocks = self._node, served.blocks

@@ -37,7 +37,7 @@ from kvstore.node.call_headers import Told
 from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
 from kvstore.node.fair import Places
 from kvstore.node.landing import LandingLayout
-from kvstore.node.lane_blocks import WRITTEN, LaneBlocks, are_plain
+from kvstore.node.lane_blocks import WRITTEN, LaneBlocks, are_plain, count_uses
 from kvstore.node.lane_quotas import LaneQuotas
 from kvstore.node.pace import Pace
 from kvstore.node.put_area import Landed, PutArea
@@ -512,14 +512,14 @@ class Granted:
             for one, done in zip(landed, batch, strict=True)
             if done.generation and not one.is_gone and not pages.has(done.generation)
         ]
-        renamed = memory.shelf.rename(
-            array("Q", [one.came.id for one, _ in written]), array("Q", [number for _, number in written])
-        )
+        generations = np.array([generation for _, generation in written], np.uint64)
+        renamed = memory.shelf.rename(array("Q", [one.came.id for one, _ in written]), generations.tobytes())
         listed = set()
         for (one, generation), is_listed in zip(written, renamed, strict=True):
             if is_listed:
                 pages.keep(one.piece, generation, *one.name)
                 listed.add(one)
+        count_uses(self._node, generations, np.frombuffer(renamed, np.uint8))
         if len(listed) < len(landed):
             self._settle_others([one for one in landed if one not in listed])
         pages.release_all([one.piece for one in landed])
@@ -558,7 +558,7 @@ class Granted:
             return False
         shelf = self._memory.shelf
         ids, generations = array("Q", [came.id]), array("Q", [entry.generation])
-        return shelf.rename(ids, generations) == b"\1" or shelf.take([came.id])[0]
+        return shelf.rename(ids, generations) != b"\0" or shelf.take([came.id])[0]
 
     # --- readers
 

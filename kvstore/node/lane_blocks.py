@@ -18,6 +18,7 @@ import numpy as np
 
 from kvstore.durability import Durability
 from kvstore.storage.index_layout import BLOCK_ROW, names_in, record_pages
+from nic_offload.shelf import RENAMED_USED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     Parts = Sequence[tuple[PutArea, NDArray[np.intp] | slice]]
     """The rows of each connection, where they are in a batch."""
 
-__all__ = ["WRITTEN", "LaneBlocks", "are_plain"]
+__all__ = ["WRITTEN", "LaneBlocks", "are_plain", "count_uses"]
 
 _CAME: Final = np.dtype(
     [
@@ -120,6 +121,7 @@ class LaneBlocks:
         memory.pages.release_all(pieces)
         memory.shares.release(area.holder, size_bytes)
         self._note_kept(area, rows)
+        count_uses(self._node, rows["generation"], np.frombuffer(renamed, np.uint8)[listed])
         return listed
 
     def _note_kept(self, area: PutArea, rows: NDArray[Any]) -> None:
@@ -140,6 +142,14 @@ class LaneBlocks:
             lengths,
         )
         put.take_flags(flags_ns)
+
+
+def count_uses(node: Node, generations: NDArray[np.uint64], renamed: NDArray[np.uint8]) -> None:
+    """Count uses of blocks that calls were answered with before the index had them. `renamed` is the shelf's answer."""
+    used = generations[renamed == RENAMED_USED].tolist()
+    if used:
+        node.hot.pages.touch(used)
+        node.store.used(used)
 
 
 def _named(rows: NDArray[Any], parts: Parts) -> NDArray[Any]:

@@ -424,7 +424,7 @@ class Drive(Handle):
 
     def used(self, generations: Sequence[int]) -> None:
         """Record that blocks were read from memory, so that eviction counts it as a use."""
-        self._check(generations)
+        self._check(())
         self.keeping.used(generations)
 
     def hold(self, names: Sequence[Name], guard: Guard) -> list[Held | None]:

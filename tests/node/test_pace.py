@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from time import sleep
 from typing import TYPE_CHECKING
+
+import pytest
 
 from kvstore.client.block_calls import Stored
 from kvstore.client.blocks import Hit
@@ -17,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    import pytest
+    from kvstore.node.hot_pages import HotStatistics
+    from kvstore.node.node import Node
 
 MS = 1_000_000
 MINUTE_MS = 60_000
@@ -104,6 +108,33 @@ def test_whoever_asks_knows_written_blocks_at_once(tmp_path: Path, monkeypatch: 
     with NodeInProcess(tmp_path / "node") as again, small_client(again.target) as client:
         stored = [isinstance(one, Stored) for one in client.exists(keys)]
         assert stored == [number % 4 != 2 for number in range(41)]
+
+
+@pytest.mark.parametrize("are_plain", [True, False])
+def test_a_get_right_after_its_put_counts_as_a_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, are_plain: bool
+) -> None:
+    """The core answers it before the index has the block."""
+    monkeypatch.setattr(granted_puts, "GRANTED_TAKE_MS", MINUTE_MS)
+    if not are_plain:
+        monkeypatch.setattr(granted_puts, "are_plain", lambda _: False)
+    with NodeInProcess(tmp_path / "node") as node:
+        rig = ClientWithBuffers(node)
+
+        def hot(inside: Node) -> HotStatistics:
+            inside.fabric_calls.served()
+            inside.granted.take_all()
+            return inside.hot.pages.statistics()
+
+        for number in range(20):
+            before, block = node.call(hot), rig.block(number, 5000)
+            assert rig.client.put([block], durability=Durability.WRITTEN)[0].error is None
+            for _ in range(number % 3):
+                assert rig.client.get([rig.wanted(block)]) == [Hit(block.key)]
+            while node.call(hot).kept <= number:
+                sleep(0.001)
+            assert (node.call(hot).protected_bytes > before.protected_bytes) == (number % 3 > 0)
+        rig.client.close()
 
 
 def test_a_client_that_waits_for_memory_does_not_wait_for_the_pace(

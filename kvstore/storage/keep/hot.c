@@ -181,10 +181,8 @@ static uint32_t request(keep_hot *h, uint64_t generation)
 	uint32_t id = keep_map_find(&h->by_generation, generation);
 	struct keep_piece *piece;
 
-	if (id == KEEP_NO_ID) {
-		h->said.not_found++;
+	if (id == KEEP_NO_ID)
 		return id;
-	}
 	piece = &h->pieces[id];
 	keep_rings_unlink(&h->rings, id);
 	keep_rings_push(&h->rings, KEEP_HOT_PROTECTED, id);
@@ -208,8 +206,10 @@ int64_t keep_hot_find(keep_hot *h, uint64_t generation)
 {
 	uint32_t id = request(h, generation);
 
-	if (id == KEEP_NO_ID)
+	if (id == KEEP_NO_ID) {
+		h->said.not_found++;
 		return KEEP_NONE;
+	}
 	h->pieces[id].users++;
 	return id;
 }
