@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import pieces_of, put_into
+from kvstore.client.blocks import Hit
 from kvstore.client.call_routes import Reserving
 from kvstore.client.checks import (
     are_pieces,
@@ -22,7 +23,7 @@ from kvstore.client.checks import (
     check_reserved,
     checked_timeout,
 )
-from kvstore.client.gets import Get, NoGet
+from kvstore.client.gets import EndedGet, Get, read_directly
 from kvstore.client.link import ARMED_BLOCKS_MAX
 from kvstore.client.puts import ArmedPuts, Said
 from kvstore.client.request_ids import current_request
@@ -45,7 +46,7 @@ from kvstore.reach import GRPC
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.client.blocks import Block, Hit
+    from kvstore.client.blocks import Block
     from kvstore.client.core import Core
     from kvstore.client.gets import Ended
     from kvstore.client.link import Link
@@ -187,7 +188,7 @@ class FabricTransport:
         timeout_s: float | None,
         watch: Watch | None,
         ended: Ended | None,
-    ) -> Get | NoGet:
+    ) -> Get | EndedGet:
         """As `Client.getting`."""
         if are_pieces(blocks):
             raise InvalidArgument("A block of pieces can't be fetched in the background: use `get`.")
@@ -202,7 +203,7 @@ class FabricTransport:
         ended: Ended | None,
         *,
         is_awaited: bool,
-    ) -> Get | NoGet:
+    ) -> Get | EndedGet:
         core = self._core
         check_gets(core.open_fabric, blocks, BATCH_BLOCKS_MAX)
         fingerprint = core.fingerprint if layout is None else layout.fingerprint
@@ -213,6 +214,11 @@ class FabricTransport:
         timeout_s = checked_timeout(core.reach.get_timeout_s if timeout_s is None else timeout_s)
         deadline_ns = began_ns + int(timeout_s * 1e9)
         try:
+            # A watch and a span learn each step of the call, and reports of earlier look-ups go along with it.
+            if watch is span is None and timeout_s > 0 and not core.lookups:
+                scattered = read_directly(core.proved, blocks, fingerprint, request_id)
+                if scattered is not None:
+                    return EndedGet([Hit(block.key) for block in blocks], scattered, ended)
             link = core.attached(timeout_s)
             with core.lock:
                 if link.error is not None:
@@ -221,7 +227,7 @@ class FabricTransport:
         except KvError as error:
             core.lookups.failed(request_id, Kind.FETCH, len(blocks), began_ns, error)
             reason = MissReason.BUSY if isinstance(error, Overloaded) else MissReason.NODE_AWAY
-            return NoGet(len(blocks), Miss(reason, str(error)), ended)
+            return EndedGet.missed(len(blocks), Miss(reason, str(error)), ended)
         core.asking.fetch(link, get, fingerprint, request_id, deadline_ns, watch, span)
         return get
 
