@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Region
 
 
+@pytest.fixture(autouse=True)
+def no_direct_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients here make a call for each get; those that make none are in `test_direct_reads`."""
+    monkeypatch.setattr(links.Link, "_open_direct", lambda *_: None)
+
+
 def shared_blocks(rig: ClientWithBuffers) -> int:
     calls = link_of(rig.client).calls
     assert calls is not None
