@@ -15,8 +15,9 @@ from nic_offload.errors import FabricError
 from nic_offload.memory import address_of
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Iterable
+
+    from typing_extensions import Buffer
 
 __all__ = ["BLOCKS_MAX", "LOG_BYTES", "DirectReads"]
 
@@ -29,11 +30,11 @@ assert _BLOCK.size == ffi.sizeof("struct tk_direct_block")
 class DirectReads:
     """The direct reads over one connection. `read` may be called from any thread."""
 
-    def __init__(self, directory: mmap.mmap, memory: mmap.mmap, log: int, owner: bytes) -> None:
+    def __init__(self, directory: Buffer, memory: Buffer, log: int, owner: bytes) -> None:
         """Read blocks of this owner in the node's memory, both mapped here until `close`; `log` is an address."""
         setup = ffi.new("struct tk_direct_setup *")
-        setup.directory, setup.directory_bytes = address_of(directory), len(directory)
-        setup.memory, setup.memory_bytes = address_of(memory), len(memory)
+        setup.directory, setup.directory_bytes = address_of(directory), memoryview(directory).nbytes
+        setup.memory, setup.memory_bytes = address_of(memory), memoryview(memory).nbytes
         setup.log = log
         ffi.memmove(setup.owner, owner, len(owner))
         out = ffi.new("struct tk_direct **")
