@@ -204,7 +204,7 @@ class Shelf:
             lib.tk_shelf_stored(self.handle, names, len(names) // _NAME_BYTES, are_stored)
 
     def share(self, memory: mmap.mmap) -> None:
-        """Keep the directory of its blocks there, for clients that map it: `directory_bytes`, zeroed. It is empty now."""
+        """List its blocks there too, for clients that map it: `directory_bytes`, zeroed. The shelf is empty."""
         code = lib.tk_shelf_share(self.handle, ffi.cast("void *", address_of(memory)), len(memory))
         if code:
             raise FabricError.from_code("Sharing the directory of a node's memory", code)

@@ -11,8 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from kvstore.client.blocks import pieces_of, put_into
-from kvstore.client.blocks import Hit
+from kvstore.client.blocks import Hit, pieces_of, put_into
 from kvstore.client.call_routes import Reserving
 from kvstore.client.checks import (
     are_pieces,
@@ -215,7 +214,7 @@ class FabricTransport:
         deadline_ns = began_ns + int(timeout_s * 1e9)
         try:
             # A watch and a span learn each step of the call, and reports of earlier look-ups go along with it.
-            if watch is span is None and timeout_s > 0 and not core.lookups:
+            if watch is None and span is None and timeout_s > 0 and not core.lookups:
                 scattered = read_directly(core.proved, blocks, fingerprint, request_id)
                 if scattered is not None:
                     return EndedGet([Hit(block.key) for block in blocks], scattered, ended)

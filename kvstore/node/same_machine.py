@@ -50,7 +50,11 @@ class _Offer:
     """The rights of a pass."""
 
     def __init__(
-        self, connection: Connection, slots: SharedSlots | None, desk: Desk | None, expires: asyncio.TimerHandle
+        self,
+        connection: Connection,
+        slots: SharedSlots | None,
+        desk: Desk | None,
+        expires: asyncio.TimerHandle,
     ) -> None:
         self.connection = connection
         self.slots = slots
@@ -61,7 +65,9 @@ class _Offer:
 class Sharing:
     """Shares a node's memory. Used in the loop's thread only."""
 
-    def __init__(self, hot: HotMemory | None, tenants: Callable[[], int], *, has_directory: bool = True) -> None:
+    def __init__(
+        self, hot: HotMemory | None, tenants: Callable[[], int], *, has_directory: bool = True
+    ) -> None:
         """Without the hot memory it shares only slots. `tenants` returns how many tenants the node knows.
 
         `has_directory`: clients may read blocks without a call, for as long as the node's process lives.

@@ -389,3 +389,5 @@ def test_a_node_with_tenants_offers_no_more_than_slots(
         client.attach()
         assert told[-1].shared.slots_bytes
         assert not told[-1].shared.size_bytes
+        assert not told[-1].shared.directory_bytes
+        assert not told[-1].shared.owner

@@ -1,4 +1,4 @@
-"""Gets without a call: what a client finds in its node's directory, when it must not, and what the node learns of it."""
+"""Gets without a call: what a client finds in the directory, what it must not, and what the node learns of it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Rig:
     def reads(self, owner: bytes = OWNER) -> DirectReads:
         return DirectReads(self.directory, self.node.memory, address_of(self.log), owner)
 
-    def list(self, number: int, data: bytes, *, at: int = 0, id: int | None = None) -> None:  # noqa: A002
+    def shelve(self, number: int, data: bytes, *, at: int = 0, id: int | None = None) -> None:  # noqa: A002
         self.blocks[number] = data
         self.node.fill(at, data)
         address = self.node.region.address + at
@@ -86,7 +86,9 @@ class Rig:
     def unlist(self, number: int) -> None:
         self.shelf.unlist(OWNER + key_of(number))
 
-    def read(self, *numbers: int, direct: DirectReads | None = None, fingerprint: bytes = FINGERPRINT) -> bool:
+    def read(
+        self, *numbers: int, direct: DirectReads | None = None, fingerprint: bytes = FINGERPRINT
+    ) -> bool:
         """Get whole blocks, one behind the other; whether that was done, with exactly their bytes."""
         wanted, at = [], 0
         for number in numbers:
@@ -113,8 +115,8 @@ def rig() -> Iterator[Rig]:
 
 
 def test_listed_blocks_are_read_and_reported(rig: Rig) -> None:
-    rig.list(1, os.urandom(5000))
-    rig.list(2, os.urandom(70_001), at=8192)
+    rig.shelve(1, os.urandom(5000))
+    rig.shelve(2, os.urandom(70_001), at=8192)
     before_ns = time.monotonic_ns()
     assert rig.read(2, 1)
     after_ns = time.monotonic_ns()
@@ -128,18 +130,18 @@ def test_listed_blocks_are_read_and_reported(rig: Rig) -> None:
 
 
 def test_a_block_that_is_not_listed_is_not_read(rig: Rig) -> None:
-    rig.list(1, os.urandom(5000))
+    rig.shelve(1, os.urandom(5000))
     rig.blocks[2] = b"never listed"
     assert not rig.read(2)
     assert not rig.read(1, 2), "all or none"
     rig.unlist(1)
     assert not rig.read(1)
-    rig.list(1, os.urandom(6000), at=8192, id=5000)
+    rig.shelve(1, os.urandom(6000), at=8192, id=5000)
     assert rig.read(1), "the new one"
 
 
 def test_a_name_of_another_owner_layout_or_length_is_not_read(rig: Rig) -> None:
-    rig.list(1, os.urandom(5000))
+    rig.shelve(1, os.urandom(5000))
     assert not rig.read(1, direct=rig.reads(b"x" * 16))
     assert not rig.read(1, fingerprint=b"g" * 16)
     wanted = (key_of(1), 4999, 0, 0, rig.address, 0)
@@ -149,7 +151,7 @@ def test_a_name_of_another_owner_layout_or_length_is_not_read(rig: Rig) -> None:
 
 def test_parts_and_pieces(rig: Rig) -> None:
     data = os.urandom(40_000)
-    rig.list(1, data)
+    rig.shelve(1, data)
     for skip, part in ((0, 1), (17_000, 20_000), (39_999, 1), (0, 40_000)):
         rig.target[:] = bytes(len(rig.target))
         assert rig.direct.read(FINGERPRINT, [(key_of(1), 40_000, skip, part, rig.address, 0)], b"") == [False]
@@ -168,8 +170,8 @@ def test_parts_and_pieces(rig: Rig) -> None:
 
 
 def test_a_wrong_checksum_ends_direct_reads(rig: Rig) -> None:
-    rig.list(1, os.urandom(50_000))
-    rig.list(2, os.urandom(5000), at=65536)
+    rig.shelve(1, os.urandom(50_000))
+    rig.shelve(2, os.urandom(5000), at=65536)
     rig.node.fill(49_999, bytes([rig.blocks[1][-1] ^ 1]))
     assert rig.read(2)
     assert not rig.read(1)
@@ -178,8 +180,8 @@ def test_a_wrong_checksum_ends_direct_reads(rig: Rig) -> None:
 
 
 def test_many_and_large_gets_are_calls(rig: Rig) -> None:
-    rig.list(1, os.urandom(900_000))
-    rig.list(2, os.urandom(100), at=950_000)
+    rig.shelve(1, os.urandom(900_000))
+    rig.shelve(2, os.urandom(100), at=950_000)
     rig.target = bytearray(4 << 20)
     rig.address = address_of(rig.target)
     assert rig.read(1, 1)
@@ -190,7 +192,7 @@ def test_many_and_large_gets_are_calls(rig: Rig) -> None:
 
 
 def test_nothing_is_read_unless_the_desk_answers(rig: Rig) -> None:
-    rig.list(1, os.urandom(5000))
+    rig.shelve(1, os.urandom(5000))
     rig.desk.answers(answers=False)
     assert not rig.read(1)
     rig.desk.answers(answers=True)
@@ -204,14 +206,14 @@ def test_nothing_is_read_unless_the_desk_answers(rig: Rig) -> None:
 
 def test_nothing_is_read_once_the_node_has_ended(rig: Rig) -> None:
     """Although its memory, as mapped here, still says that the block is listed."""
-    rig.list(1, os.urandom(5000))
+    rig.shelve(1, os.urandom(5000))
     assert rig.read(1)
     rig.node.fabric.close()
     assert not rig.read(1)
 
 
 def test_nothing_is_read_after_close(rig: Rig) -> None:
-    rig.list(1, os.urandom(60_000))
+    rig.shelve(1, os.urandom(60_000))
     begun = threading.Event()
 
     def read() -> None:
@@ -229,10 +231,34 @@ def test_nothing_is_read_after_close(rig: Rig) -> None:
     assert rig.target == bytes(len(rig.target))
 
 
+def test_close_waits_for_a_read_in_progress(rig: Rig) -> None:
+    """The memory may be unmapped then."""
+    rig.shelve(1, os.urandom(1_000_000))
+    rig.target = bytearray(1_000_000)
+    address = address_of(rig.target)
+    for _ in range(20):
+        one, begun, written_after = rig.reads(), threading.Event(), list[bool]()
+
+        def read(one: DirectReads = one, begun: threading.Event = begun) -> None:
+            begun.set()
+            while one.read(FINGERPRINT, [(key_of(1), 1_000_000, 0, 0, address, 0)], b"") is not None:
+                rig.served()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert begun.wait(20)
+        time.sleep(0.001)
+        one.close()
+        rig.target[-4096:] = bytes(4096)
+        reader.join(20)
+        written_after.append(rig.target[-4096:] != bytes(4096))
+        assert written_after == [False]
+
+
 def test_a_block_that_changes_while_it_is_copied_is_never_read_in_part(rig: Rig) -> None:
     """Its memory is used again at once for another version of it, while a reader reads as fast as it can."""
     length, versions = 30_000, 3000
-    rig.list(1, bytes(length))
+    rig.shelve(1, bytes(length))
     over = threading.Event()
     outcomes = [0, 0]
 
@@ -256,7 +282,7 @@ def test_a_block_that_changes_while_it_is_copied_is_never_read_in_part(rig: Rig)
         assert rig.shelf.take([1001 if version == 1 else 10_000 + version - 1])[0]
         data = bytes([versions_of.randrange(256)]) * length
         rig.node.fill(0, data)
-        rig.list(1, data, id=10_000 + version)
+        rig.shelve(1, data, id=10_000 + version)
     over.set()
     reader.join(20)
     assert len(outcomes) == 2, "bytes of two versions"
@@ -267,7 +293,7 @@ def test_a_block_that_changes_while_it_is_copied_is_never_read_in_part(rig: Rig)
 def test_names_that_find_no_free_slot_are_calls(rig: Rig) -> None:
     data, count = os.urandom(64), 3 * SLOTS_MIN
     for number in range(count):
-        rig.list(number, data)
+        rig.shelve(number, data)
     here = []
     for number in range(count):
         if rig.read(number):
@@ -279,7 +305,7 @@ def test_names_that_find_no_free_slot_are_calls(rig: Rig) -> None:
         rig.served()
     assert not any(rig.read(number) for number in here)
     for number in range(count, count + SLOTS_MIN // 4):
-        rig.list(number, data)
+        rig.shelve(number, data)
     found = sum(rig.read(number) for number in range(count, count + SLOTS_MIN // 4))
     assert found == SLOTS_MIN // 4, "all slots had become free"
 
@@ -288,7 +314,7 @@ def test_names_that_find_no_free_slot_are_calls(rig: Rig) -> None:
 
 
 def test_a_full_log_makes_calls_until_it_is_read(rig: Rig) -> None:
-    rig.list(1, os.urandom(100))
+    rig.shelve(1, os.urandom(100))
     for _ in range(3):  # around its end
         count = 0
         while rig.read(1):
@@ -318,18 +344,18 @@ def test_a_call_makes_room_in_the_log(rig: Rig) -> None:
 
 
 def test_the_use_of_a_block_that_has_gone_is_not_reported(rig: Rig) -> None:
-    rig.list(1, os.urandom(100))
-    rig.list(2, os.urandom(100), at=4096)
+    rig.shelve(1, os.urandom(100))
+    rig.shelve(2, os.urandom(100), at=4096)
     assert rig.read(1, 2)
     rig.unlist(1)
-    rig.list(1, os.urandom(100), at=8192, id=5000)
+    rig.shelve(1, os.urandom(100), at=8192, id=5000)
     (told,) = rig.served()
     assert list(told.ids) == [0, 1002]
 
 
 def test_the_use_of_a_block_that_has_just_landed_is_reported_with_its_lasting_id(rig: Rig) -> None:
-    rig.list(1, os.urandom(100), id=LANDED_ID | 1)
-    rig.list(2, os.urandom(100), at=4096, id=LANDED_ID | 2)
+    rig.shelve(1, os.urandom(100), id=LANDED_ID | 1)
+    rig.shelve(2, os.urandom(100), at=4096, id=LANDED_ID | 2)
     assert rig.read(1)
     rig.served()
     ids = struct.pack("=2Q", LANDED_ID | 1, LANDED_ID | 2)
@@ -351,7 +377,7 @@ def test_the_use_of_a_block_that_has_just_landed_is_reported_with_its_lasting_id
     ],
 )
 def test_an_impossible_note_closes_the_log(rig: Rig, at: int, value: int) -> None:
-    rig.list(1, os.urandom(100))
+    rig.shelve(1, os.urandom(100))
     assert rig.read(1)
     rig.log[at : at + 8] = value.to_bytes(8, "little")
     assert rig.served() == []
@@ -361,7 +387,7 @@ def test_an_impossible_note_closes_the_log(rig: Rig, at: int, value: int) -> Non
 
 
 def test_a_note_of_nonsense_harms_no_other_block(rig: Rig) -> None:
-    rig.list(1, os.urandom(100))
+    rig.shelve(1, os.urandom(100))
     assert rig.read(1)
     note = struct.pack("<IIIIQQQ", 56, 1, 0, 0, 5, 1 << 63, 1 << 63) + struct.pack("<QII", 2, 1 << 31, 0)
     rig.log[LOG_HEAD : LOG_HEAD + 56] = note
@@ -377,7 +403,11 @@ def test_a_note_of_nonsense_harms_no_other_block(rig: Rig) -> None:
 
 def test_a_directory_that_is_none_is_refused(rig: Rig) -> None:
     log = address_of(rig.log)
-    for wrong in (bytes(100), bytes(directory_bytes(SLOTS_MIN)), rig.directory[: directory_bytes(SLOTS_MIN) - 128]):
+    for wrong in (
+        bytes(100),
+        bytes(directory_bytes(SLOTS_MIN)),
+        rig.directory[: directory_bytes(SLOTS_MIN) - 128],
+    ):
         with pytest.raises(FabricError):
             DirectReads(bytearray(wrong), rig.node.memory, log, OWNER)
 
