@@ -45,6 +45,7 @@ _PARTS = (
     "crc32c",
     "desk",
     "desk_cold",
+    "desk_log",
     "desk_where",
     "direct",
     "directory",

@@ -86,7 +86,7 @@ void tk_shelf_rename(struct tk_shelf *shelf, const uint64_t *ids, const uint64_t
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out);
 void tk_desk_answers(struct tk_desk *desk, int answers); /* initially the application answers all calls */
 void tk_desk_close(struct tk_desk *desk);		 /* its endpoint is closed */
-/* Direct reads of clients on the same machine; see directory.c and direct.c. */
+/* Direct reads of clients on the same machine; see directory.c, desk_log.c and direct.c. */
 #define TK_DIRECTORY_HEAD_BYTES 4096
 #define TK_DIRECTORY_SLOT_BYTES 128
 #define TK_READ_LOG_BYTES 69632

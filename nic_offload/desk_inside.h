@@ -1,5 +1,5 @@
 /*
- * Shared by the files of a desk: desk.c, desk_cold.c, desk_where.c and directory.c. Called under the shelf's lock, unless marked.
+ * Shared by the files of a desk: desk.c, desk_cold.c, desk_where.c and desk_log.c. Called under the shelf's lock, unless marked.
  */
 #ifndef TRIGGERKV_DESK_INSIDE_H
 #define TRIGGERKV_DESK_INSIDE_H
@@ -36,7 +36,7 @@ void desk_send_word(struct tk_fabric *fabric, struct work *work, const struct tk
 int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struct call_head *head);
 void cold_tell(struct tk_shelf *shelf, const struct served *served);
 
-/* directory.c */
+/* desk_log.c */
 void desk_open_log(struct tk_desk *desk, int is_open);
 void desk_close_log(struct tk_desk *desk);
 void desk_take_notes(struct tk_desk *desk);

@@ -1,6 +1,6 @@
 /*
  * The client's side of direct reads: gets of blocks that are in the memory of a node on the same machine, in the calling
- * thread, without a call (directory.c has the node's side).
+ * thread, without a call (directory.c and desk_log.c are the node's side).
  *
  * A block is found in the directory, copied to its destination with its checksum computed on the way, and then looked
  * at again: if its slot has not changed, the node had the block listed all that time. If it has, or if the checksum is

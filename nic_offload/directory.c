@@ -1,24 +1,23 @@
 /*
  * The node's side of direct reads: a table of the blocks on the shelf in memory that clients on the same machine have
- * mapped, so that such a client finds a block and copies it without a call; and the logs in which these clients note
- * their gets, so that they count as uses and appear in the history like any other.
+ * mapped, so that such a client finds a block and copies it without a call (direct.c).
  *
- * Each slot is a seqlock: the client reads its `seq`, copies the block, and reads `seq` again. Only slots that are
- * listed under the shelf's lock are written, by whoever lists or unlists a block.
+ * Each slot is a seqlock: the client reads its `seq`, copies the block, and reads `seq` again. A slot is written under the
+ * shelf's lock by whoever lists or unlists its block.
  *
  * What always holds: a block that is unlisted has left its slot when `shelf_unlist` returns, so before its memory is
  * reused and before a deletion is confirmed. A `seq` is never used twice. When this process ends, however it ends, the
  * kernel marks `owner` before any descriptor or lock of the process is released, and nothing is read any more: so no
- * block is read that the node's next process has deleted. What a client writes into its log is copied once and then
- * checked; a false note harms only its own statistics, and an impossible one closes its log.
+ * block is read that the node's next process has deleted.
  *
  * What it doesn't do: list every block. If the slots in which a name may be are all in use, its block is not here, and
- * clients make a call. Nor wait for anybody: a full log makes its client call.
+ * clients make a call.
  */
 #define _GNU_SOURCE
 #include "directory.h"
 
-#include "desk_inside.h"
+#include "progress.h"
+#include "shelf.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -162,122 +161,10 @@ int tk_shelf_share(struct tk_shelf *shelf, void *memory, size_t bytes)
 	return status;
 }
 
-/* --- logs */
-
-void tk_desk_log(struct tk_desk *desk, void *log)
+struct shelved *directory_block(struct tk_shelf *shelf, uint32_t slot, uint64_t seq)
 {
-	struct tk_shelf *shelf = desk->shelf;
-	pthread_mutex_lock(&shelf->lock);
-	desk_take_notes(desk);
-	desk_close_log(desk);
-	if (!log) {
-		pthread_mutex_unlock(&shelf->lock);
-		return;
-	}
-	desk->log = log;
-	desk->log_taken = 0;
-	desk->next_logged = shelf->logged;
-	shelf->logged = desk;
-	__atomic_store_n(&desk->log->is_open, (uint64_t)desk->answers, __ATOMIC_RELEASE);
-	pthread_mutex_unlock(&shelf->lock);
-}
-
-void desk_close_log(struct tk_desk *desk)
-{
-	struct tk_desk **link = &desk->shelf->logged;
-	while (*link && *link != desk)
-		link = &(*link)->next_logged;
-	if (*link)
-		*link = desk->next_logged;
-	desk_open_log(desk, 0);
-	desk->log = NULL;
-}
-
-void desk_open_log(struct tk_desk *desk, int is_open)
-{
-	if (desk->log)
-		__atomic_store_n(&desk->log->is_open, (uint64_t)is_open, __ATOMIC_RELEASE);
-}
-
-static void copy_out(const struct read_log *log, uint64_t at, void *to, size_t bytes)
-{
-	const char *data = (const char *)log + READ_LOG_HEAD_BYTES;
-	size_t start = at % READ_LOG_DATA_BYTES, first = READ_LOG_DATA_BYTES - start;
-	first = bytes < first ? bytes : first;
-	memcpy(to, data + start, first);
-	memcpy((char *)to + first, data, bytes - first);
-}
-
-static int is_note(const struct read_note *note, uint64_t there)
-{
-	return note->blocks && note->blocks <= TK_DIRECT_BLOCKS && note->metadata_bytes <= READ_METADATA_BYTES_MAX &&
-	       note->metadata_bytes % 8 == 0 && note->bytes <= there &&
-	       note->bytes == sizeof *note + note->blocks * sizeof(struct read_block) + note->metadata_bytes;
-}
-
-/* The id by which the use of a block is reported, or 0 if it is no longer the one that was read. */
-static uint64_t id_of(const struct tk_desk *desk, const struct read_block *read)
-{
-	struct directory *directory = desk->shelf->directory;
-	if (!directory || read->slot > directory->mask)
-		return 0;
-	struct shelved *block = directory->blocks[read->slot];
-	int is_it = block && find_slot(directory, read->slot)->seq == read->seq &&
-		    !memcmp(block->block.owner, desk->setup.owner, TK_OWNER_BYTES);
-	return is_it ? note_use(block) : 0;
-}
-
-/* Takes one note. Returns 0 if it has to wait, a negative number if there can't be such a note. */
-static int take_note(struct tk_desk *desk, uint64_t written)
-{
-	struct tk_shelf *shelf = desk->shelf;
-	struct read_note note;
-	if (written - desk->log_taken < sizeof note)
-		return -EINVAL;
-	copy_out(desk->log, desk->log_taken, &note, sizeof note);
-	if (!is_note(&note, written - desk->log_taken))
-		return -EINVAL;
-	size_t rest_bytes = note.blocks * sizeof(uint64_t) + note.metadata_bytes;
-	struct served *served = desk_new_note(shelf, rest_bytes);
-	if (!served)
-		return 0;
-	uint64_t now_ns = tk_now_ns(), bytes_max = note.blocks * shelf->region->length;
-	int is_past = note.began_ns <= note.ended_ns && note.ended_ns <= now_ns;
-	served->told.desk = desk->setup.tag;
-	served->told.began_ns = is_past ? note.began_ns : now_ns;
-	served->told.ended_ns = is_past ? note.ended_ns : now_ns;
-	served->told.size_bytes = note.size_bytes < bytes_max ? note.size_bytes : bytes_max;
-	served->told.blocks = note.blocks;
-	served->told.metadata_bytes = note.metadata_bytes;
-	uint64_t at = desk->log_taken + sizeof note;
-	for (uint32_t i = 0; i < note.blocks; i++, at += sizeof(struct read_block)) {
-		struct read_block read;
-		copy_out(desk->log, at, &read, sizeof read);
-		served->rest[i] = id_of(desk, &read);
-	}
-	copy_out(desk->log, at, served->rest + note.blocks, note.metadata_bytes);
-	desk_append_note(shelf, served);
-	desk->log_taken += note.bytes;
-	return 1;
-}
-
-void desk_take_notes(struct tk_desk *desk)
-{
-	if (!desk->log)
-		return;
-	uint64_t written = __atomic_load_n(&desk->log->written, __ATOMIC_ACQUIRE);
-	int taken = written - desk->log_taken > READ_LOG_DATA_BYTES ? -EINVAL : 1;
-	while (taken > 0 && desk->log_taken != written)
-		taken = take_note(desk, written);
-	__atomic_store_n(&desk->log->taken, desk->log_taken, __ATOMIC_RELEASE);
-	if (taken < 0)
-		desk_close_log(desk);
-}
-
-void shelf_take_notes(struct tk_shelf *shelf)
-{
-	for (struct tk_desk *desk = shelf->logged, *next; desk; desk = next) {
-		next = desk->next_logged;
-		desk_take_notes(desk);
-	}
+	struct directory *directory = shelf->directory;
+	if (!directory || slot > directory->mask)
+		return NULL;
+	return find_slot(directory, slot)->seq == seq ? directory->blocks[slot] : NULL;
 }

@@ -1,6 +1,6 @@
 /*
  * The layout of a shelf's directory, which clients on the same machine map read-only, and of the log in which each of
- * them notes what it has read. See directory.c and direct.c.
+ * them notes what it has read. See directory.c, desk_log.c and direct.c.
  */
 #ifndef TRIGGERKV_DIRECTORY_H
 #define TRIGGERKV_DIRECTORY_H

@@ -93,5 +93,7 @@ void shelf_let_go(struct tk_shelf *shelf, struct shelved *block);
 void directory_list(struct tk_shelf *shelf, struct shelved *block);
 void directory_unlist(struct tk_shelf *shelf, struct shelved *block);
 void directory_free(struct tk_shelf *shelf);
+/* The block that is in a slot whose `seq` is this; NULL: none any more. */
+struct shelved *directory_block(struct tk_shelf *shelf, uint32_t slot, uint64_t seq);
 
 #endif

@@ -1,7 +1,7 @@
 """The slots granted to one client, in memory that it may map, with the words that acknowledge its puts.
 
 After them follows a row for each word of its fetches, which tells the client where in the hot memory a block is
-(`nic_offload/shared_reads.c`), and the log of its direct reads (`nic_offload/directory.c`).
+(`nic_offload/shared_reads.c`), and the log of its direct reads (`nic_offload/desk_log.c`).
 
 Each end has a doorbell that wakes its fabric's thread (`nic_offload/shared_puts.c`). A client gets the descriptors
 once: of the memory, of the eventfd that it rings, and of the pipe that the node rings.
