@@ -90,8 +90,7 @@ void tk_desk_close(struct tk_desk *desk);		 /* its endpoint is closed */
 #define TK_DIRECTORY_HEAD_BYTES 4096
 #define TK_DIRECTORY_SLOT_BYTES 128
 #define TK_READ_LOG_BYTES 69632
-#define TK_DIRECT_BLOCKS 64	/* in one get */
-#define TK_DIRECT_BYTES 2097152 /* of these blocks */
+#define TK_DIRECT_BLOCKS 1024 /* in one get */
 struct tk_direct_setup {
 	uint64_t directory, directory_bytes; /* the node's, mapped here; all three outlive `tk_direct_close` */
 	uint64_t memory, memory_bytes;
@@ -110,9 +109,9 @@ int tk_shelf_share(struct tk_shelf *shelf, void *memory, size_t bytes);
  * directly whenever the desk answers. */
 void tk_desk_log(struct tk_desk *desk, void *log);
 int tk_direct_open(const struct tk_direct_setup *setup, struct tk_direct **out);
-/* Returns 1 if all blocks have been read; 0: make a call. */
+/* Returns 1 if all blocks have been read; 0: make a call. Blocks of more than `bytes_max` together are not read. */
 int tk_direct_read(struct tk_direct *direct, const uint8_t *fingerprint, struct tk_direct_block *blocks, uint32_t count,
-		   const void *metadata, uint32_t metadata_bytes);
+		   uint64_t bytes_max, const void *metadata, uint32_t metadata_bytes);
 uint64_t tk_direct_blocks(const struct tk_direct *direct); /* how many were read */
 void tk_direct_close(struct tk_direct *direct);		   /* when it returns, nothing is read any more */
 void tk_direct_free(struct tk_direct *direct);

@@ -8,8 +8,7 @@
  *
  * What always holds: a get is answered here completely or not at all. It is noted in the log, or not answered here. One
  * wrong checksum ends direct reads on this connection: the node checks its memory itself when it is called. Nothing is
- * read once the node's thread has ended, or after `tk_direct_close` has returned; it waits for reads in progress, which
- * copy at most TK_DIRECT_BYTES.
+ * read once the node's thread has ended, or after `tk_direct_close` has returned; it waits for reads in progress.
  *
  * What it doesn't do: hold the destination's region, or trust the node's memory to stay as it was: nothing there is used
  * before it was copied and checked.
@@ -26,6 +25,7 @@
 #include <string.h>
 
 #define BYTES_A_STEP (16u << 10) /* copied, and checksummed while they are in the cache */
+#define MANY_BYTES (2u << 20)	 /* of a get: more than fits into its caller's cache */
 
 struct tk_direct {
 	const struct directory_head *head;
@@ -43,7 +43,8 @@ struct tk_direct {
 
 struct found {
 	struct read_block block;
-	struct directory_slot slot;
+	uint64_t offset;
+	uint32_t crc32c;
 };
 
 int tk_direct_open(const struct tk_direct_setup *setup, struct tk_direct **out)
@@ -113,19 +114,20 @@ static int find(const struct tk_direct *direct, const uint8_t *key, const uint8_
 		uint64_t seq = __atomic_load_n(&slot->seq, __ATOMIC_ACQUIRE);
 		if (!seq || seq & 1)
 			continue;
-		memcpy(&found->slot, slot, sizeof found->slot);
-		if (!is_unchanged(slot, seq) || found->slot.length != length ||
-		    memcmp(found->slot.key, key, TK_KEY_BYTES) || memcmp(found->slot.owner, direct->owner, TK_OWNER_BYTES))
+		struct directory_slot there;
+		memcpy(&there, slot, sizeof there);
+		if (!is_unchanged(slot, seq) || there.length != length || memcmp(there.key, key, TK_KEY_BYTES) ||
+		    memcmp(there.owner, direct->owner, TK_OWNER_BYTES))
 			continue;
-		found->block = (struct read_block){.seq = seq, .slot = (uint32_t)(i & direct->mask)};
-		return length <= direct->memory_bytes && found->slot.offset <= direct->memory_bytes - length &&
-		       !memcmp(found->slot.fingerprint, fingerprint, TK_FINGERPRINT_BYTES);
+		*found = (struct found){{seq, (uint32_t)(i & direct->mask), 0}, there.offset, there.crc32c};
+		return length <= direct->memory_bytes && there.offset <= direct->memory_bytes - length &&
+		       !memcmp(there.fingerprint, fingerprint, TK_FINGERPRINT_BYTES);
 	}
 	return 0;
 }
 
 /* All bytes are checksummed, even if only a part is wanted. Returns whether they are the block's. */
-static int copy_block(struct tk_direct *direct, const struct found *found, struct tk_direct_block *wanted)
+static int copy_block(struct tk_direct *direct, const struct found *found, struct tk_direct_block *wanted, copy_bytes copy)
 {
 	char step[BYTES_A_STEP];
 	struct tk_pieces *pieces = (struct tk_pieces *)(uintptr_t)wanted->pieces;
@@ -136,20 +138,20 @@ static int copy_block(struct tk_direct *direct, const struct found *found, struc
 		pieces = NULL;
 	for (uint32_t at = 0, bytes; at < wanted->length; at += bytes) {
 		bytes = wanted->length - at < BYTES_A_STEP ? wanted->length - at : BYTES_A_STEP;
-		memcpy(step, direct->memory + found->slot.offset + at, bytes);
+		memcpy(step, direct->memory + found->offset + at, bytes);
 		crc = tk_crc32c(step, bytes, crc);
 		uint32_t first = at < skip ? skip : at, end = skip + part < at + bytes ? skip + part : at + bytes;
 		if (first < end && pieces)
-			pieces_fill(pieces, &filled, step + (first - at), end - first, copy_plain);
+			pieces_fill(pieces, &filled, step + (first - at), end - first, copy);
 		else if (first < end)
-			memcpy((char *)(uintptr_t)wanted->address + (first - skip), step + (first - at), end - first);
+			copy((char *)(uintptr_t)wanted->address + (first - skip), step + (first - at), end - first);
 	}
 	if (!is_unchanged(&direct->slots[found->block.slot], found->block.seq))
 		return 0;
-	if (crc != found->slot.crc32c)
+	if (crc != found->crc32c)
 		__atomic_store_n(&direct->distrusts, 1, __ATOMIC_RELAXED);
 	wanted->is_scattered = pieces != NULL;
-	return crc == found->slot.crc32c;
+	return crc == found->crc32c;
 }
 
 static uint64_t left_in_log(const struct tk_direct *direct)
@@ -185,7 +187,7 @@ static int note(struct tk_direct *direct, const struct read_note *note, const st
 }
 
 static int read_all(struct tk_direct *direct, const uint8_t *fingerprint, struct tk_direct_block *blocks, uint32_t count,
-		    const void *metadata, uint32_t metadata_bytes)
+		    uint64_t bytes_max, const void *metadata, uint32_t metadata_bytes)
 {
 	struct found found[TK_DIRECT_BLOCKS];
 	struct read_note told = {
@@ -203,24 +205,24 @@ static int read_all(struct tk_direct *direct, const uint8_t *fingerprint, struct
 		told.size_bytes += wanted->part ? wanted->part : wanted->length;
 		if (wanted->part > wanted->length || (wanted->part && wanted->skip > wanted->length - wanted->part))
 			return 0;
-		if (bytes > TK_DIRECT_BYTES || !find(direct, wanted->key, fingerprint, wanted->length, &found[i]))
+		if (bytes > bytes_max || !find(direct, wanted->key, fingerprint, wanted->length, &found[i]))
 			return 0;
 	}
 	for (uint32_t i = 0; i < count; i++)
-		if (!copy_block(direct, &found[i], &blocks[i]))
+		if (!copy_block(direct, &found[i], &blocks[i], bytes < MANY_BYTES ? copy_plain : copy_past_cache))
 			return 0;
 	told.ended_ns = tk_now_ns();
 	return note(direct, &told, found, metadata);
 }
 
 int tk_direct_read(struct tk_direct *direct, const uint8_t *fingerprint, struct tk_direct_block *blocks, uint32_t count,
-		   const void *metadata, uint32_t metadata_bytes)
+		   uint64_t bytes_max, const void *metadata, uint32_t metadata_bytes)
 {
 	if (!count || count > TK_DIRECT_BLOCKS || metadata_bytes > READ_METADATA_BYTES_MAX || metadata_bytes % 8)
 		return 0;
 	__atomic_add_fetch(&direct->users, 1, __ATOMIC_SEQ_CST);
 	int is_read = !__atomic_load_n(&direct->closing, __ATOMIC_SEQ_CST) &&
-		      read_all(direct, fingerprint, blocks, count, metadata, metadata_bytes);
+		      read_all(direct, fingerprint, blocks, count, bytes_max, metadata, metadata_bytes);
 	if (is_read)
 		__atomic_add_fetch(&direct->blocks, count, __ATOMIC_RELAXED);
 	__atomic_sub_fetch(&direct->users, 1, __ATOMIC_SEQ_CST);

@@ -48,16 +48,19 @@ class DirectReads:
         fingerprint: bytes,
         blocks: Iterable[tuple[bytes, int, int, int, int, int]],
         metadata: bytes,
+        bytes_max: int,
     ) -> list[bool] | None:
         """Get blocks; returns of each whether it is in its pieces, or None: make a call.
 
         Each has its key, length, the first byte of the part that is wanted and its length (0: all), the address where
-        it is wanted, and the pointer of its pieces (0: none). `metadata` is that of a call.
+        it is wanted, and the pointer of its pieces (0: none). `metadata` is that of a call. Blocks
+        of more than `bytes_max` together are not read.
         """
         rows = bytearray().join([_BLOCK.pack(*block) for block in blocks])
         table = ffi.from_buffer("struct tk_direct_block[]", rows)
         metadata += bytes(-len(metadata) % 8)
-        if not lib.tk_direct_read(self._handle, fingerprint, table, len(table), metadata, len(metadata)):
+        count, size = len(table), len(metadata)
+        if not lib.tk_direct_read(self._handle, fingerprint, table, count, bytes_max, metadata, size):
             return None
         return [block.is_scattered != 0 for block in table]
 

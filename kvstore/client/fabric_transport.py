@@ -36,7 +36,7 @@ from kvstore.errors import (
     NotEncrypted,
     Overloaded,
 )
-from kvstore.limits import BATCH_BLOCKS_MAX, GET_BLOCKS_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, DIRECT_AHEAD_BYTES_MAX, DIRECT_BYTES_MAX, GET_BLOCKS_MAX
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, UNSAID
@@ -215,7 +215,8 @@ class FabricTransport:
         try:
             # A watch and a span learn each step of the call, and reports of earlier look-ups go along with it.
             if watch is None and span is None and timeout_s > 0 and not core.lookups:
-                scattered = read_directly(core.proved, blocks, fingerprint, request_id)
+                bytes_max = DIRECT_BYTES_MAX if is_awaited else DIRECT_AHEAD_BYTES_MAX
+                scattered = read_directly(core.proved, blocks, fingerprint, request_id, bytes_max)
                 if scattered is not None:
                     return EndedGet([Hit(block.key) for block in blocks], scattered, ended)
             link = core.attached(timeout_s)

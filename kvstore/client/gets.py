@@ -92,9 +92,12 @@ class EndedGet:
 
 
 def read_directly(
-    link: Link | None, blocks: Sequence[Block], fingerprint: bytes, request_id: str
+    link: Link | None, blocks: Sequence[Block], fingerprint: bytes, request_id: str, bytes_max: int
 ) -> list[bool] | None:
-    """Copy blocks from the memory of a node on this machine; returns what `scattered` does, or None: call the node."""
+    """Copy blocks from the memory of a node on this machine; returns what `scattered` does, or None: call the node.
+
+    Blocks of more than `bytes_max` together are not copied: their caller would wait.
+    """
     direct = None if link is None else link.direct
     if direct is None or len(blocks) > BLOCKS_MAX:
         return None
@@ -114,6 +117,7 @@ def read_directly(
                 for block in blocks
             ],
             header_bytes(((REQUEST_HEADER, request_id),)),
+            bytes_max,
         )
     finally:
         for region in held:

@@ -51,7 +51,7 @@ def small(rig: ClientWithBuffers, count: int) -> list[Block]:
 def reads(one: DirectReads, rig: ClientWithBuffers, block: Block) -> bool:
     """Whether the memory of the node, as it is mapped here, gives the block."""
     row = (block.key, block.length, 0, 0, rig.to_region.address, 0)
-    return one.read(rig.client._core.fingerprint, [row], b"") is not None
+    return one.read(rig.client._core.fingerprint, [row], b"", MIB) is not None
 
 
 def test_a_block_that_has_just_been_put_is_read_without_a_call(rig: ClientWithBuffers) -> None:

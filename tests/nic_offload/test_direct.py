@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 OWNER, FINGERPRINT = b"o" * 16, b"f" * 16
 DESK = 77
+BYTES_MAX = 2 << 20
 METADATA = b"\x03\x02\x00\x00keyva\x00\x00\x00\x00\x00\x00\x00"
 LANDED_ID = 1 << 63
 LOG_HEAD = 4096
@@ -96,7 +97,7 @@ class Rig:
             wanted.append((key_of(number), length, 0, 0, self.address + at, 0))
             at += length
         before = self.target[at : at + 64]
-        if (direct or self.direct).read(fingerprint, wanted, METADATA) is None:
+        if (direct or self.direct).read(fingerprint, wanted, METADATA, BYTES_MAX) is None:
             return False
         assert self.target[:at] == b"".join([self.blocks[number] for number in numbers])
         assert self.target[at : at + 64] == before
@@ -145,7 +146,7 @@ def test_a_name_of_another_owner_layout_or_length_is_not_read(rig: Rig) -> None:
     assert not rig.read(1, direct=rig.reads(b"x" * 16))
     assert not rig.read(1, fingerprint=b"g" * 16)
     wanted = (key_of(1), 4999, 0, 0, rig.address, 0)
-    assert rig.direct.read(FINGERPRINT, [wanted], METADATA) is None
+    assert rig.direct.read(FINGERPRINT, [wanted], METADATA, BYTES_MAX) is None
     assert rig.read(1)
 
 
@@ -154,18 +155,25 @@ def test_parts_and_pieces(rig: Rig) -> None:
     rig.shelve(1, data)
     for skip, part in ((0, 1), (17_000, 20_000), (39_999, 1), (0, 40_000)):
         rig.target[:] = bytes(len(rig.target))
-        assert rig.direct.read(FINGERPRINT, [(key_of(1), 40_000, skip, part, rig.address, 0)], b"") == [False]
+        assert rig.direct.read(
+            FINGERPRINT, [(key_of(1), 40_000, skip, part, rig.address, 0)], b"", BYTES_MAX
+        ) == [False]
         assert rig.target[: part + 1] == data[skip : skip + part] + b"\0"
     for skip, part in ((1, 40_000), (40_000, 1), (1 << 31, 1)):
-        assert rig.direct.read(FINGERPRINT, [(key_of(1), 40_000, skip, part, rig.address, 0)], b"") is None
+        assert (
+            rig.direct.read(FINGERPRINT, [(key_of(1), 40_000, skip, part, rig.address, 0)], b"", BYTES_MAX)
+            is None
+        )
     near = rig.pair.near
     pieces = Pieces.of(near.region, [(50_000, 15_000), (0, 25_000)])
     wanted = (key_of(1), 40_000, 0, 0, rig.address, pieces.pointer)
-    assert rig.direct.read(FINGERPRINT, [wanted], b"") == [True]
+    assert rig.direct.read(FINGERPRINT, [wanted], b"", BYTES_MAX) == [True]
     assert near.bytes_at(50_000, 15_000) + near.bytes_at(0, 25_000) == data
     others = Pieces.of(near.region, [(0, 39_999)])
     wanted = (key_of(1), 40_000, 0, 0, rig.address, others.pointer)
-    assert rig.direct.read(FINGERPRINT, [wanted], b"") == [False], "pieces of another length are not used"
+    assert rig.direct.read(FINGERPRINT, [wanted], b"", BYTES_MAX) == [False], (
+        "pieces of another length are not used"
+    )
     assert rig.target[:40_000] == data
 
 
@@ -217,7 +225,10 @@ def test_nothing_is_read_after_close(rig: Rig) -> None:
     begun = threading.Event()
 
     def read() -> None:
-        while rig.direct.read(FINGERPRINT, [(key_of(1), 60_000, 0, 0, rig.address, 0)], b"") is not None:
+        while (
+            rig.direct.read(FINGERPRINT, [(key_of(1), 60_000, 0, 0, rig.address, 0)], b"", BYTES_MAX)
+            is not None
+        ):
             begun.set()
             rig.served()
 
@@ -241,7 +252,9 @@ def test_close_waits_for_a_read_in_progress(rig: Rig) -> None:
 
         def read(one: DirectReads = one, begun: threading.Event = begun) -> None:
             begun.set()
-            while one.read(FINGERPRINT, [(key_of(1), 1_000_000, 0, 0, address, 0)], b"") is not None:
+            while (
+                one.read(FINGERPRINT, [(key_of(1), 1_000_000, 0, 0, address, 0)], b"", BYTES_MAX) is not None
+            ):
                 rig.served()
 
         reader = threading.Thread(target=read)
@@ -266,7 +279,7 @@ def test_a_block_that_changes_while_it_is_copied_is_never_read_in_part(rig: Rig)
         target = bytearray(length)
         wanted = (key_of(1), length, 0, 0, address_of(target), 0)
         while not over.is_set():
-            is_read = rig.direct.read(FINGERPRINT, [wanted], b"") is not None
+            is_read = rig.direct.read(FINGERPRINT, [wanted], b"", BYTES_MAX) is not None
             outcomes[is_read] += 1
             if is_read and target.count(target[0]) != length:
                 outcomes.append(1)
