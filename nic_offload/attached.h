@@ -91,6 +91,7 @@ void tk_desk_close(struct tk_desk *desk);		 /* its endpoint is closed */
 #define TK_DIRECTORY_SLOT_BYTES 128
 #define TK_READ_LOG_BYTES 69632
 #define TK_DIRECT_BLOCKS 1024 /* in one get */
+#define TK_DIRECT_KEYS 65536  /* in one look-up */
 struct tk_direct_setup {
 	uint64_t directory, directory_bytes; /* the node's, mapped here; all three outlive `tk_direct_close` */
 	uint64_t memory, memory_bytes;
@@ -112,6 +113,9 @@ int tk_direct_open(const struct tk_direct_setup *setup, struct tk_direct **out);
 /* Returns 1 if all blocks have been read; 0: make a call. Blocks of more than `bytes_max` together are not read. */
 int tk_direct_read(struct tk_direct *direct, const uint8_t *fingerprint, struct tk_direct_block *blocks, uint32_t count,
 		   uint64_t bytes_max, const void *metadata, uint32_t metadata_bytes);
+/* Returns 1 if all blocks with these keys are listed; 0: make a call. */
+int tk_direct_has(struct tk_direct *direct, const uint8_t *fingerprint, const uint8_t *keys, uint32_t count,
+		  const void *metadata, uint32_t metadata_bytes);
 uint64_t tk_direct_blocks(const struct tk_direct *direct); /* how many were read */
 void tk_direct_close(struct tk_direct *direct);		   /* when it returns, nothing is read any more */
 void tk_direct_free(struct tk_direct *direct);

@@ -57,11 +57,18 @@ static void copy_out(const struct read_log *log, uint64_t at, void *to, size_t b
 	memcpy((char *)to + first, data, bytes - first);
 }
 
+/* How many blocks it names. */
+static uint32_t blocks_in(const struct read_note *note)
+{
+	return note->is_prefix ? 0 : note->blocks;
+}
+
 static int is_note(const struct read_note *note, uint64_t there)
 {
-	return note->blocks && note->blocks <= TK_DIRECT_BLOCKS && note->metadata_bytes <= READ_METADATA_BYTES_MAX &&
+	uint32_t blocks_max = note->is_prefix ? TK_DIRECT_KEYS : TK_DIRECT_BLOCKS;
+	return note->blocks && note->blocks <= blocks_max && note->is_prefix <= 1 && note->metadata_bytes <= READ_METADATA_BYTES_MAX &&
 	       note->metadata_bytes % 8 == 0 && note->bytes <= there &&
-	       note->bytes == sizeof *note + note->blocks * sizeof(struct read_block) + note->metadata_bytes;
+	       note->bytes == sizeof *note + blocks_in(note) * sizeof(struct read_block) + note->metadata_bytes;
 }
 
 /* The id by which the use of a block is reported, or 0 if it is no longer the one that was read. */
@@ -81,7 +88,8 @@ static int take_note(struct tk_desk *desk, uint64_t written)
 	copy_out(desk->log, desk->log_taken, &note, sizeof note);
 	if (!is_note(&note, written - desk->log_taken))
 		return -EINVAL;
-	size_t rest_bytes = note.blocks * sizeof(uint64_t) + note.metadata_bytes;
+	uint32_t blocks = blocks_in(&note);
+	size_t rest_bytes = blocks * sizeof(uint64_t) + note.metadata_bytes;
 	struct served *served = desk_new_note(shelf, rest_bytes);
 	if (!served)
 		return 0;
@@ -93,13 +101,14 @@ static int take_note(struct tk_desk *desk, uint64_t written)
 	served->told.size_bytes = note.size_bytes < bytes_max ? note.size_bytes : bytes_max;
 	served->told.blocks = note.blocks;
 	served->told.metadata_bytes = note.metadata_bytes;
+	served->told.is_prefix = note.is_prefix;
 	uint64_t at = desk->log_taken + sizeof note;
-	for (uint32_t i = 0; i < note.blocks; i++, at += sizeof(struct read_block)) {
+	for (uint32_t i = 0; i < blocks; i++, at += sizeof(struct read_block)) {
 		struct read_block read;
 		copy_out(desk->log, at, &read, sizeof read);
 		served->rest[i] = id_of(desk, &read);
 	}
-	copy_out(desk->log, at, served->rest + note.blocks, note.metadata_bytes);
+	copy_out(desk->log, at, served->rest + blocks, note.metadata_bytes);
 	desk_append_note(shelf, served);
 	desk->log_taken += note.bytes;
 	return 1;

@@ -10,6 +10,8 @@
  * wrong checksum ends direct reads on this connection: the node checks its memory itself when it is called. Nothing is
  * read once the node's thread has ended, or after `tk_direct_close` has returned; it waits for reads in progress.
  *
+ * A look-up of many names is answered likewise if all of them are listed.
+ *
  * What it doesn't do: hold the destination's region, or trust the node's memory to stay as it was: nothing there is used
  * before it was copied and checked.
  */
@@ -104,7 +106,8 @@ static int is_unchanged(const struct directory_slot *slot, uint64_t seq)
 	return __atomic_load_n(&slot->seq, __ATOMIC_RELAXED) == seq;
 }
 
-/* Copies the slot of a name. Returns 0 if it has none, or if that is just being changed. */
+/* Copies the slot of a name. Returns 0 if it has none with a block of this length (0: any), or if that is just being
+ * changed. */
 static int find(const struct tk_direct *direct, const uint8_t *key, const uint8_t *fingerprint, uint32_t length,
 		struct found *found)
 {
@@ -112,15 +115,18 @@ static int find(const struct tk_direct *direct, const uint8_t *key, const uint8_
 	for (uint64_t i = first; i < first + DIRECTORY_PROBES; i++) {
 		const struct directory_slot *slot = &direct->slots[i & direct->mask];
 		uint64_t seq = __atomic_load_n(&slot->seq, __ATOMIC_ACQUIRE);
-		if (!seq || seq & 1)
+		if (!seq)
+			return 0; /* it was never used, so nothing that could have been there is further on */
+		if (seq & 1)
 			continue;
 		struct directory_slot there;
 		memcpy(&there, slot, sizeof there);
-		if (!is_unchanged(slot, seq) || there.length != length || memcmp(there.key, key, TK_KEY_BYTES) ||
+		if (!is_unchanged(slot, seq) || !there.length || memcmp(there.key, key, TK_KEY_BYTES) ||
 		    memcmp(there.owner, direct->owner, TK_OWNER_BYTES))
 			continue;
 		*found = (struct found){{seq, (uint32_t)(i & direct->mask), 0}, there.offset, there.crc32c};
-		return length <= direct->memory_bytes && there.offset <= direct->memory_bytes - length &&
+		return (!length || length == there.length) && there.length <= direct->memory_bytes &&
+		       there.offset <= direct->memory_bytes - there.length &&
 		       !memcmp(there.fingerprint, fingerprint, TK_FINGERPRINT_BYTES);
 	}
 	return 0;
@@ -171,13 +177,14 @@ static uint64_t copy_in(struct read_log *log, uint64_t at, const void *from, siz
 	return at + bytes;
 }
 
+/* `found`: NULL for a look-up. */
 static int note(struct tk_direct *direct, const struct read_note *note, const struct found *found, const void *metadata)
 {
 	pthread_mutex_lock(&direct->log_lock);
 	int has_room = note->bytes <= left_in_log(direct);
 	if (has_room) {
 		uint64_t at = copy_in(direct->log, direct->log->written, note, sizeof *note);
-		for (uint32_t i = 0; i < note->blocks; i++)
+		for (uint32_t i = 0; i < note->blocks && found; i++)
 			at = copy_in(direct->log, at, &found[i].block, sizeof found[i].block);
 		at = copy_in(direct->log, at, metadata, note->metadata_bytes);
 		__atomic_store_n(&direct->log->written, at, __ATOMIC_RELEASE);
@@ -213,6 +220,39 @@ static int read_all(struct tk_direct *direct, const uint8_t *fingerprint, struct
 			return 0;
 	told.ended_ns = tk_now_ns();
 	return note(direct, &told, found, metadata);
+}
+
+static int find_all(struct tk_direct *direct, const uint8_t *fingerprint, const uint8_t *keys, uint32_t count,
+		    const void *metadata, uint32_t metadata_bytes)
+{
+	struct read_note told = {
+		.bytes = (uint32_t)sizeof told + metadata_bytes,
+		.blocks = count,
+		.metadata_bytes = metadata_bytes,
+		.is_prefix = 1,
+		.began_ns = tk_now_ns(),
+	};
+	if (!may_read(direct))
+		return 0;
+	for (uint32_t i = 0; i < count; i++) {
+		struct found found;
+		if (!find(direct, keys + (size_t)i * TK_KEY_BYTES, fingerprint, 0, &found))
+			return 0;
+	}
+	told.ended_ns = tk_now_ns();
+	return note(direct, &told, NULL, metadata);
+}
+
+int tk_direct_has(struct tk_direct *direct, const uint8_t *fingerprint, const uint8_t *keys, uint32_t count,
+		  const void *metadata, uint32_t metadata_bytes)
+{
+	if (!count || count > TK_DIRECT_KEYS || metadata_bytes > READ_METADATA_BYTES_MAX || metadata_bytes % 8)
+		return 0;
+	__atomic_add_fetch(&direct->users, 1, __ATOMIC_SEQ_CST);
+	int has = !__atomic_load_n(&direct->closing, __ATOMIC_SEQ_CST) &&
+		  find_all(direct, fingerprint, keys, count, metadata, metadata_bytes);
+	__atomic_sub_fetch(&direct->users, 1, __ATOMIC_SEQ_CST);
+	return has;
 }
 
 int tk_direct_read(struct tk_direct *direct, const uint8_t *fingerprint, struct tk_direct_block *blocks, uint32_t count,

@@ -15,7 +15,7 @@ from nic_offload.errors import FabricError
 from nic_offload.memory import address_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from typing_extensions import Buffer
 
@@ -63,6 +63,12 @@ class DirectReads:
         if not lib.tk_direct_read(self._handle, fingerprint, table, count, bytes_max, metadata, size):
             return None
         return [block.is_scattered != 0 for block in table]
+
+    def has_all(self, fingerprint: bytes, keys: Sequence[bytes], metadata: bytes) -> bool:
+        """Whether all of these blocks are in the node's memory; if False, make a call."""
+        metadata += bytes(-len(metadata) % 8)
+        joined = b"".join(keys)
+        return bool(lib.tk_direct_has(self._handle, fingerprint, joined, len(keys), metadata, len(metadata)))
 
     @property
     def blocks(self) -> int:

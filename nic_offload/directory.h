@@ -10,7 +10,7 @@
 #include <pthread.h>
 
 #define DIRECTORY_HEAD_BYTES TK_DIRECTORY_HEAD_BYTES
-#define DIRECTORY_PROBES 8   /* slots in which a name may be */
+#define DIRECTORY_PROBES 32 /* slots in which a name may be */
 #define READ_LOG_HEAD_BYTES 4096
 #define READ_LOG_DATA_BYTES (TK_READ_LOG_BYTES - READ_LOG_HEAD_BYTES)
 #define READ_METADATA_BYTES_MAX 1024
@@ -39,10 +39,11 @@ struct read_log {
 	uint64_t is_open __attribute__((aligned(64))); /* set by the node: the client may read blocks */
 };
 
-/* A get: followed by a `read_block` for each block, and the metadata that a call would have had. */
+/* A get: followed by a `read_block` for each block, and the metadata that a call would have had. Or a look-up, without
+ * blocks. */
 struct read_note {
 	uint32_t bytes; /* of all this, a multiple of 8 */
-	uint32_t blocks, metadata_bytes, zero;
+	uint32_t blocks, metadata_bytes, is_prefix;
 	uint64_t began_ns, ended_ns, size_bytes;
 };
 struct read_block {

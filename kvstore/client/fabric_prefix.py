@@ -1,7 +1,8 @@
 """Look-ups over the fabric: how many blocks are stored, from the first one on, asked of the node's memory.
 
-The node's C core answers a call whose blocks are all in memory; the node's Python answers any other one. The calls of
-a long look-up are under way together.
+A client on the node's machine sees by itself if all are in memory (`nic_offload.direct`). Else the node's C core
+answers a call whose blocks are all in memory, and the node's Python any other one. The calls of a long look-up are
+under way together.
 
 What always holds: a look-up ends by its deadline, with an answer or with one typed error. Calls that can't be made
 over the fabric, or whose link is lost before an answer, are left to gRPC, and mean the same there.
@@ -13,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.client.block_calls import Prefix, batches
+from kvstore.client.request_ids import current_request, header_of
 from kvstore.clock import SystemClock
 from kvstore.errors import DeadlineExceeded, FabricError, KvError
 from kvstore.lookups import Kind
@@ -69,11 +71,20 @@ class Prefixes:
         link = self._core.proved
         if not keys or link is None or link.calls is None or not link.answers_prefixes:
             return Prefix(0, None)
+        if self._are_here(link, keys):
+            return Prefix(len(keys), None, is_shared=True)
         try:
             with self._core.breaker.call():
                 return self._look(link, keys, timeout_s)
         except FabricError:  # the fabric is full, or being closed
             return Prefix(0, None)
+
+    def _are_here(self, link: Link, keys: Sequence[bytes]) -> bool:
+        """Whether all are in memory that the node shares with this client: that needs no call."""
+        core = self._core
+        if link.direct is None or core.spans is not None or core.lookups:
+            return False
+        return link.direct.has_all(core.fingerprint, keys, header_of(current_request()))
 
     def _look(self, link: Link, keys: Sequence[bytes], timeout_s: float) -> Prefix:
         core = self._core

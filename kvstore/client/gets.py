@@ -17,6 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.client.blocks import Hit, whole_of
+from kvstore.client.request_ids import header_of
 from kvstore.clock import SystemClock
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, ProtocolError
 from kvstore.limits import FETCH_CANCEL_MS, WAIT_SLICE_S
@@ -27,11 +28,9 @@ from kvstore.wire.fabric_call import (
     AnswerCode,
     CallKind,
     FetchRow,
-    header_bytes,
     rows_of_fetch,
     rows_of_parts,
 )
-from kvstore.wire.lookup_messages import REQUEST_HEADER
 from nic_offload.direct import BLOCKS_MAX
 from nic_offload.fabric import EventKind
 from nic_offload.group import Group
@@ -116,7 +115,7 @@ def read_directly(
                 )
                 for block in blocks
             ],
-            header_bytes(((REQUEST_HEADER, request_id),)),
+            header_of(request_id),
             bytes_max,
         )
     finally:

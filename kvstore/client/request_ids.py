@@ -26,6 +26,7 @@ from kvstore.limits import LOOKUP_RUNS_TOLD_MAX, LOOKUPS_TOLD_BYTES_MAX, LOOKUPS
 from kvstore.lookups import Lookup, Outcome, Run, clean_id, outcome_of_miss, runs_of
 from kvstore.miss import Miss
 from kvstore.wire import lookups_pb2 as pb
+from kvstore.wire.fabric_call import header_bytes
 from kvstore.wire.lookup_messages import LOOKUPS_HEADER, REQUEST_HEADER, lookup_message
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.lookups import Kind
 
-__all__ = ["Asked", "ClientLookups", "Metadata", "as_request", "current_request"]
+__all__ = ["Asked", "ClientLookups", "Metadata", "as_request", "current_request", "header_of"]
 
 Metadata: TypeAlias = "tuple[tuple[str, str | bytes], ...]"
 
@@ -66,6 +67,11 @@ def as_request(request_id: str = "") -> Iterator[str]:
         yield request_id
     finally:
         _request.reset(token)
+
+
+def header_of(request_id: str) -> bytes:
+    """The metadata of a get or look-up that needs no call."""
+    return header_bytes(((REQUEST_HEADER, request_id),))
 
 
 class Asked:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.client import Block, Hit, as_request
 from kvstore.client import link as links
+from kvstore.client.fabric_prefix import Prefixes
 from kvstore.client.trace import Notes
 from kvstore.client.transfer_watch import watched_by
 from kvstore.clock import SystemClock
@@ -81,6 +82,23 @@ def test_such_gets_are_in_the_statistics_and_in_the_history(rig: ClientWithBuffe
     assert after.got_bytes - before.got_bytes == 3 * LENGTH
     (look_up,) = rig.client.looked_up("request-7").lookups
     assert [(run.blocks, run.outcome) for run in look_up.runs] == [(3, Outcome.MEMORY)]
+
+
+def test_a_look_up_of_blocks_in_memory_needs_no_call(
+    rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = small(rig, 8)
+    keys = [block.key for block in blocks]
+    put(rig, blocks)
+    with as_request("request-8"), monkeypatch.context() as patch:
+        patch.setattr(Prefixes, "_look", None)
+        found = rig.client.prefix(keys)
+    assert (found.blocks, found.miss, found.is_shared) == (8, None, True)
+    (look_up,) = rig.client.looked_up("request-8").lookups
+    assert [(run.blocks, run.outcome) for run in look_up.runs] == [(8, Outcome.STORED)]
+    assert rig.client.delete([keys[5]]) == [True]
+    found = rig.client.prefix(keys)
+    assert (found.blocks, found.is_shared) == (5, False)
 
 
 def test_a_deleted_block_is_not_read(rig: ClientWithBuffers, node: NodeProcess) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.client import Block, Client, Prefix, as_request
 from kvstore.client.fabric_caller import FabricCalls
+from kvstore.client.link import Link
 from kvstore.errors import DeadlineExceeded, NodeUnavailable, Overloaded
 from kvstore.limits import BATCH_BLOCKS_MAX
 from kvstore.lookups import Kind, Outcome, Run
@@ -27,12 +28,17 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
     from pathlib import Path
 
-    from kvstore.client.link import Link
     from kvstore.demo.node_process import NodeProcess
     from kvstore.node.fabric_answers import CallArea
     from kvstore.wire.fabric_call import Call, Rows
 
 COUNT = 8
+
+
+@pytest.fixture(autouse=True)
+def no_direct_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients here make a call for each look-up; those that make none are in `test_direct_reads`."""
+    monkeypatch.setattr(Link, "_open_direct", lambda *_: None)
 
 
 @pytest.fixture

@@ -323,7 +323,9 @@ static void take_notes(const uint8_t *data, size_t size, uint8_t what)
 		memcpy(&note, data, sizeof note);
 		note.blocks = note.blocks % TK_DIRECT_BLOCKS + 1;
 		note.metadata_bytes = note.metadata_bytes % 64 / 8 * 8;
-		note.bytes = (uint32_t)(sizeof note + note.blocks * sizeof(struct read_block) + note.metadata_bytes);
+		note.is_prefix &= 1;
+		uint32_t named = note.is_prefix ? 0 : note.blocks;
+		note.bytes = (uint32_t)(sizeof note + named * sizeof(struct read_block) + note.metadata_bytes);
 		memcpy(read_log + READ_LOG_HEAD_BYTES, &note, sizeof note);
 		log->written = note.bytes;
 	}

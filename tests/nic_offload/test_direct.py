@@ -141,6 +141,23 @@ def test_a_block_that_is_not_listed_is_not_read(rig: Rig) -> None:
     assert rig.read(1), "the new one"
 
 
+def test_a_look_up_is_answered_if_all_are_listed(rig: Rig) -> None:
+    for number in range(20):
+        rig.shelve(number, os.urandom(100), at=number * 128)
+    keys = [key_of(number) for number in range(20)]
+    assert rig.direct.has_all(FINGERPRINT, keys, METADATA)
+    (told,) = rig.served()
+    assert (told.is_prefix, told.blocks, list(told.ids), bytes(told.metadata)) == (1, 20, [], METADATA)
+    assert not rig.direct.has_all(FINGERPRINT, [*keys, key_of(20)], METADATA)
+    assert not rig.direct.has_all(b"g" * 16, keys, METADATA)
+    assert not rig.direct.has_all(FINGERPRINT, [], METADATA)
+    rig.unlist(7)
+    assert not rig.direct.has_all(FINGERPRINT, keys, METADATA)
+    assert rig.direct.has_all(FINGERPRINT, keys[:7] + keys[8:], METADATA)
+    rig.node.fabric.close()
+    assert not rig.direct.has_all(FINGERPRINT, keys[:7], METADATA)
+
+
 def test_a_name_of_another_owner_layout_or_length_is_not_read(rig: Rig) -> None:
     rig.shelve(1, os.urandom(5000))
     assert not rig.read(1, direct=rig.reads(b"x" * 16))
@@ -321,6 +338,16 @@ def test_names_that_find_no_free_slot_are_calls(rig: Rig) -> None:
         rig.shelve(number, data)
     found = sum(rig.read(number) for number in range(count, count + SLOTS_MIN // 4))
     assert found == SLOTS_MIN // 4, "all slots had become free"
+
+
+def test_a_name_is_found_behind_slots_that_became_free(rig: Rig) -> None:
+    data = os.urandom(64)
+    for number in range(SLOTS_MIN // 2):
+        rig.shelve(number, data)
+    for number in range(0, SLOTS_MIN // 2, 2):
+        rig.unlist(number)
+    for number in range(1, SLOTS_MIN // 2, 2):
+        assert rig.read(number)
 
 
 # --- the log
