@@ -35,7 +35,7 @@ static struct tk_endpoint *endpoint;
 static struct tk_region *region;
 static struct tk_shelf *shelf;
 static struct tk_desk *desk;
-static _Alignas(PAGE) uint8_t directory[TK_DIRECTORY_HEAD_BYTES + 16 * TK_DIRECTORY_SLOT_BYTES];
+static _Alignas(PAGE) uint8_t directory[TK_DIRECTORY_HEAD_BYTES + 64 * TK_DIRECTORY_SLOT_BYTES];
 static _Alignas(PAGE) uint8_t read_log[TK_READ_LOG_BYTES];
 static struct tk_reader reader;
 static struct work *reading[BLOCKS];
@@ -314,8 +314,8 @@ static int has_tag(const uint8_t *call, size_t length)
 /* Whatever is there, all notes are taken, or the log is closed. */
 static void take_notes(const uint8_t *data, size_t size, uint8_t what)
 {
-	struct read_log *log = (void *)read_log;
 	struct read_note note;
+	struct read_log *log = (void *)read_log;
 	memcpy(read_log + READ_LOG_HEAD_BYTES, data, size);
 	log->written = what & 128 ? size : size / 8 * 8;
 	log->taken = 0;
@@ -324,17 +324,14 @@ static void take_notes(const uint8_t *data, size_t size, uint8_t what)
 		note.blocks = note.blocks % TK_DIRECT_BLOCKS + 1;
 		note.metadata_bytes = note.metadata_bytes % 64 / 8 * 8;
 		note.is_prefix &= 1;
-		uint32_t named = note.is_prefix ? 0 : note.blocks;
-		note.bytes = (uint32_t)(sizeof note + named * sizeof(struct read_block) + note.metadata_bytes);
+		note.bytes = (uint32_t)sizeof note + note.metadata_bytes;
+		note.bytes += note.is_prefix ? 0 : note.blocks * (uint32_t)sizeof(struct read_block);
 		memcpy(read_log + READ_LOG_HEAD_BYTES, &note, sizeof note);
 		log->written = note.bytes;
 	}
 	tk_desk_log(desk, log);
-	pthread_mutex_lock(&shelf->lock);
-	desk_take_notes(desk);
-	pthread_mutex_unlock(&shelf->lock);
-	must(desk->log ? log->taken == log->written : !log->is_open);
-	must(!(what & 64) || size < sizeof note || desk->log);
+	desk_take_notes(desk); /* there is one thread */
+	must(desk->log ? log->taken == log->written : !log->is_open && (!(what & 64) || size < sizeof note));
 	tk_desk_log(desk, NULL);
 }
 
