@@ -43,6 +43,7 @@ from kvstore.limits import (
 from kvstore.node.connection_guard import source_of
 from kvstore.node.listening import why_not
 from kvstore.node.rates import Rate
+from nic_offload.errors import shown
 from nic_offload.sockaddr import ip_of
 
 if TYPE_CHECKING:
@@ -320,7 +321,7 @@ class HttpServer:
         question = Question(self._admit(asked), asked.query)
         page = self._pages.get(asked.path)
         if page is None:
-            raise _Bad(404, "There is no such page.")
+            raise _Bad(404, f"There is no page {shown(asked.path)}.")
         return await page(question)
 
     def _admit(self, asked: _Asked) -> Tenant:

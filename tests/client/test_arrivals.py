@@ -192,7 +192,7 @@ def test_a_spoofed_five_tuple_is_denied_and_the_node_is_not_asked(rig: ArrivalsR
 
 def test_an_unknown_user_is_a_miss_with_its_reason(rig: ArrivalsRig) -> None:
     nobody = rig.arrivals.arrived(request("dora"), rig.place, timeout_s=WAIT_S)
-    assert nobody.whole().miss == Miss(MissReason.UNKNOWN, "There is no such session.")
+    assert nobody.whole().miss == Miss(MissReason.UNKNOWN, "The user 'dora' has no session 'chat'.")
     ahead = rig.arrivals.arrived(request("dora"))
     assert ahead.miss == Miss(MissReason.UNKNOWN, "This user is unknown.")
     nothing = rig.arrivals.arrived(request("eve", tenant="theta"))

@@ -146,7 +146,7 @@ def test_a_region_is_busy_while_a_get_may_scatter_into_it(
     wanted = Block.of_pieces(block.key, back.pieces(2))
     getting = threading.Thread(target=lambda: outcomes.extend(rig.client.get([wanted], timeout_s=WAIT_S)))
     getting.start()
-    wait_until(lambda: any(not region.is_idle for region in back.regions), "the get")
+    wait_until(lambda: any(not region._is_idle() for region in back.regions), "the get")
     with pytest.raises(KvError, match="wait for its puts and gets"):
         back.regions[3].close()
     drive.let_go()

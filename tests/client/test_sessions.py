@@ -211,7 +211,9 @@ def test_a_session_too_large_to_be_pinned_is_resumed_all_the_same(tmp_path: Path
 def test_missing_and_empty_blocks(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         nothing = resume(client)[0]
-        assert nothing == Resumed(0, 0, 0, 0, Miss(MissReason.UNKNOWN, "There is no such session."))
+        assert nothing == Resumed(
+            0, 0, 0, 0, Miss(MissReason.UNKNOWN, "The user 'user' has no session 'chat'.")
+        )
         append(client, [1])
         client.session("user", "chat").truncate(0)
         assert resume(client)[0] == Resumed(0, 0, 0, 0, None)
@@ -353,7 +355,7 @@ def test_two_tenants_with_the_same_names_share_nothing(node_here: NodeInProcess)
         small_client(node_here.target, tenant="b") as other,
     ):
         append(one, range(3))
-        assert resume(other)[0].miss == Miss(MissReason.UNKNOWN, "There is no such session.")
+        assert resume(other)[0].miss == Miss(MissReason.UNKNOWN, "The user 'user' has no session 'chat'.")
         assert list(other.sessions("user")) == []
         with pytest.raises(SessionRefused, match="only stored blocks"):
             other.session("user", "chat").append([key(0)], 16)

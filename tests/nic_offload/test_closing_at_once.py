@@ -24,7 +24,7 @@ for _ in range(150):
     def close(some):
         start.wait()
         for region in some:
-            region.is_idle
+            region._is_idle()
             region.close()
 
     threads = [threading.Thread(target=close, args=(some,)) for some in (regions[:30], regions[30:])]

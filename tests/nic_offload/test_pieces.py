@@ -134,7 +134,7 @@ def test_a_region_can_not_be_closed_while_a_put_has_pieces_in_it(net: GrantRig) 
     assert net.codes(group, 1) == [LANDED]
     net.wait_came(1)
     assert net.payload(net.came[0]) == b"k" * 8000
-    wait_until(lambda: region.is_idle, "the end of the put")
+    wait_until(region._is_idle, "the end of the put")
     region.close()
 
 
@@ -143,7 +143,7 @@ def test_a_put_of_pieces_that_is_taken_back_reads_nothing_and_leaves_its_slot(ne
     pieces = Pieces.of(near.region, [(DATA, 4000), (DATA + 9000, 100)])
     tag, _ = put(net, [(one, pieces) for one in range(SLOTS)], threshold=4)
     assert near.fabric.cancel([tag + 2 * i for i in range(SLOTS)]) == SLOTS
-    assert near.region.is_idle
+    assert near.region._is_idle()
     net.feed(SLOTS, pages=1 + ROOM // PAGE)
     _, group = net.put(list(range(10, 10 + SLOTS)))
     assert net.codes(group, SLOTS) == [LANDED] * SLOTS

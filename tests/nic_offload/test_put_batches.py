@@ -94,7 +94,7 @@ def test_a_batch_with_a_bad_row_arms_none_and_leaves_nothing_behind(net: GrantRi
     with pytest.raises(FabricError):
         armed(net, 1 << 20, [row(net, 1, 1), row(net, 2, 1, beyond)], word)
     wait_until(lambda: not is_watched(net, word), "its counter is freed")
-    assert (near.region.is_idle, statistics().waiting) == (True, 0)
+    assert (near.region._is_idle(), statistics().waiting) == (True, 0)
     net.feed(SLOTS, pages=3)
     assert net.codes(net.put(list(range(SLOTS)))[1], SLOTS) == [LANDED] * SLOTS, "no slot is lost"
 

@@ -418,7 +418,7 @@ def test_memory_outside_the_region_is_refused(drive: Drive) -> None:
     for wrong in wrongs:
         with pytest.raises(FabricError):
             drive.put(drive.reading(**dict[str, Any](wrong)))
-    assert near.region.is_idle
+    assert near.region._is_idle()
 
 
 def test_a_cancelled_put_ends_at_once_and_its_extent_when_the_drive_is_done(slow: Slow) -> None:
@@ -428,10 +428,10 @@ def test_a_cancelled_put_ends_at_once_and_its_extent_when_the_drive_is_done(slow
     assert near.fabric.cancel([1]) == 1
     assert slow.wait_end() == (EventKind.FAILED, -errno.ECANCELED)
     assert near.kinds(BATCH) == [EventKind.SENT]
-    assert not near.region.is_idle
+    assert not near.region._is_idle()
     slow.give(record_of(OFFSET, GENERATION, payload_of(1)))
     slow.wait_over()
-    assert near.region.is_idle
+    assert near.region._is_idle()
     assert slow.is_untouched()
 
 
@@ -443,10 +443,10 @@ def test_of_a_closed_endpoint_the_pages_are_told_of_too(slow: Slow) -> None:
     near.reap()
     assert not near.of(1)
     assert near.kinds(BATCH) == [EventKind.SENT], "it is over, and its memory is not free"
-    assert not near.region.is_idle
+    assert not near.region._is_idle()
     slow.give(record_of(OFFSET, GENERATION, payload_of(1)))
     slow.wait_over()
-    assert near.region.is_idle
+    assert near.region._is_idle()
     assert not any(slow.pair.far.bytes_at(0, LENGTH))
     assert slow.pair.far.word(0).load() == 0
 

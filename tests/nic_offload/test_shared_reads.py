@@ -171,7 +171,7 @@ def test_nothing_is_kept_for_an_endpoint_that_is_closed(node: Node) -> None:
     node.put()
     wait_until(lambda: node.said() == 7 << 8 | WHERE, "the word")
     node.pair.near.endpoint.close()
-    assert node.pair.near.region.is_idle
+    assert node.pair.near.region._is_idle()
 
 
 # --- the client
