@@ -267,7 +267,7 @@ def test_blocks_stored_over_tls_with_a_token_file_are_found(
 def test_an_adapter_is_identified_by_its_bytes_in_a_new_process_too(
     place: Path, model: Path, node: Node, chats: Chats, tmp_path: Path
 ) -> None:
-    """vLLM's own hash identifies it by name and path, which stay the same when it is trained again."""
+    """VLLM's own hash identifies it by name and path, which stay the same when it is trained again."""
     one, other = (make_adapter(tmp_path / name, seed) for seed, name in enumerate(("one", "other")))
 
     def say(engine: Engine, adapter: Path | None) -> tuple[list[list[int]], int]:
