@@ -164,7 +164,7 @@ class HttpServer:
 
     def listen(self, host: str, port: int) -> str:
         """Bind the port; returns the address for people. Call it on the node's loop."""
-        # Like gRPC, it takes either wildcard to mean both families.
+        # As in gRPC, either wildcard means both families.
         every = is_wildcard(host) and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
         try:
@@ -223,7 +223,7 @@ class HttpServer:
             try:
                 connection, address = await loop.sock_accept(listener)
             except OSError as error:  # the process has no descriptor left, or the caller has left
-                log.warning("--http could not take a connection: %s", error)
+                log.warning("--http could not accept a connection: %s", error)
                 await asyncio.sleep(HTTP_ACCEPT_AGAIN_MS / 1000)  # a busy loop would stop other work
                 continue
             caller = _Caller(source_of(ip_of(str(address[0]).partition("%")[0])), connection)

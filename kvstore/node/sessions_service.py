@@ -378,7 +378,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         raise AssertionError
 
     async def _keys(self, tenant: Tenant, request: pb.AppendSessionRequest) -> list[bytes]:
-        """Take the keys out of a message; many of them over several turns."""
+        """Copy the keys of a message; many of them over several turns."""
         keys: list[bytes] = []
         if len(request.keys) <= SESSION_STEP_BLOCKS:
             check_keys(request.keys, SESSION_STEP_BLOCKS)

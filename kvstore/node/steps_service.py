@@ -1,7 +1,7 @@
 """The service Steps: prefetches for a request that has arrived, and the recorded events of a session.
 
 What always holds: a call sees only sessions and blocks of its caller's tenant; a prefetch is answered within
-`RPC_TIMEOUT_MS`, with what is in memory by then.
+`RPC_TIMEOUT_MS`, with the blocks that are in memory by then.
 What it doesn't do: use the drive while a fetch waits for it (`prefetch`), or keep a trace beyond the process
 (`session_traces`).
 """
