@@ -79,7 +79,8 @@ def add_completion(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser = commands.add_parser(
         "completion",
         help="print a script for bash or zsh that completes commands and options",
-        description="Print a script that completes commands and options; docs/commands.md says where it goes.",
+        description="Print a script that completes commands and options. For bash, source it in ~/.bashrc; for zsh,"
+        " save it in a folder of $fpath, named after the command with an underscore in front.",
     )
     parser.add_argument("shell", choices=SHELLS)
     return parser

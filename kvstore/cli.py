@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="kvstore",
         description="A storage node for the KV caches of large language models.",
-        epilog="Exit status: 0 success, 1 failure, 2 usage error, 3 the answer is no; see docs/commands.md.",
+        epilog="Exit status: 0 success, 1 failure, 2 usage error, 3 the answer is no, for example a miss.",
     )
     add_version(parser)
     commands = add_commands(parser)
@@ -273,7 +273,7 @@ def _add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "keys",
         help="make a master key; show and rotate a node's keys; replace a lost keyring",
         description="Make a master key; show a keyring; seal it with another master key; rotate tenants' keys; or"
-        " continue with a new keyring, or an older copy, when the right one is lost. See docs/sealing.md.",
+        " continue with a new keyring, or an older copy, when the right one is lost.",
     )
     actions = ("new-master", "status", "rotate-master", "rotate-tenant", "new-keyring", "accept-keyring")
     keys.add_argument("action", choices=actions)
@@ -300,9 +300,7 @@ def _add_match(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Check a file of match-action rules, show them in order of precedence, and say which one a"
         " request hits. It reads only the file and contacts no node.",
     )
-    match.add_argument(
-        "rules", type=Path, metavar="RULES.toml", help="the file of rules (docs/match-action.md)"
-    )
+    match.add_argument("rules", type=Path, metavar="RULES.toml", help="the file of rules")
     match.add_argument("--request", metavar="FIELD=VALUE,...", help="all nine fields of one request")
     match.add_argument("--json", action="store_true", help="print JSON, for programs")
     match.set_defaults(run=_match)

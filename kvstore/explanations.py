@@ -97,7 +97,7 @@ def lookup_document(lookup: Lookup, first: int) -> dict[str, object]:
     return {
         "request": lookup.request_id,
         "kind": lookup.kind.name.lower(),
-        "told_by": "client" if lookup.by_caller else "node",
+        "reported_by": "client" if lookup.by_caller else "node",
         "at_unix_ms": lookup.at_unix_ms,
         "took_ms": lookup.took_us / 1000,
         "queued_ms": lookup.queued_us / 1000,

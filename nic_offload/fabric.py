@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from nic_offload.flags import FlagWord
 
-__all__ = ["MEMORY", "Endpoint", "Event", "EventKind", "Fabric", "Region", "Statistics"]
+__all__ = ["MEMORY", "Endpoint", "Event", "EventKind", "Fabric", "Region", "Statistics", "is_idle"]
 
 MEMORY = "memory"  # a provider of our own: between fabrics of one process, without libfabric
 
@@ -168,8 +168,7 @@ class Region(Handle):
             self._named[endpoint] = self._fabric.register(self._memory, endpoint=endpoint, **self._rights)
         return self._named[endpoint]
 
-    @property
-    def is_idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether no operation reads from it or writes to it, and it is not held."""
         with self._fabric.closing, self._lock:
             return not self._holds and (self.handle is None or not lib.tk_region_uses(self.handle))
@@ -208,19 +207,22 @@ class Region(Handle):
                 )
             if code:
                 raise FabricError.from_code("Closing a region", code)
-            self.detach()
+            self._detach()
 
     def _close_named(self) -> None:
         for endpoint in list(self._named):
             self._named[endpoint].close()
             del self._named[endpoint]
 
-    def detach(self, *, release: bool = True) -> None:
+    def _detach(self, *, release: bool = True) -> None:
         """Mark the handle as closed: the fabric that owned it is closed, or is closing it."""
         self.handle, self.pointer = None, 0
         if release:
             self._fabric.regions.discard(self)
             ffi.release(self._pin)
+
+
+is_idle = Region._is_idle  # noqa: SLF001 - of this module; users of a region don't call it
 
 
 class Endpoint(Handle):
@@ -516,7 +518,7 @@ class Fabric(Handle):
             for endpoint in tuple(self.endpoints):
                 endpoint.detach()
             for region in tuple(self.regions):
-                region.detach(release=code != lib.TK_STUCK)
+                region._detach(release=code != lib.TK_STUCK)  # noqa: SLF001 - of this module
             for counter in tuple(self.counters):
                 counter.detach()
         if code:  # a forked child has neither the thread nor the connections, and must leave both alone

@@ -358,7 +358,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="kvsim",
         description="Estimate what KV-cache offload costs on other hardware.",
-        epilog="Exit status: 0 success, 1 failure, 2 usage error; see docs/commands.md.",
+        epilog="Exit status: 0 success, 1 failure, 2 usage error.",
     )
     add_version(parser)
     commands = add_commands(parser)

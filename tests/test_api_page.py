@@ -17,7 +17,7 @@ from tools.generate_api import PAGE, page, public_classes
 TEXT = PAGE.read_text()
 
 
-def test_the_page_is_what_the_docstrings_say() -> None:
+def test_the_page_matches_the_docstrings() -> None:
     assert page() == TEXT, "run `make api`"
 
 
@@ -42,14 +42,14 @@ def test_help_of_a_class_shows_no_plumbing(name: str, kind: type) -> None:
         assert inner not in text, name
 
 
-def test_dir_and_help_of_the_package_list_what_it_exports() -> None:
+def test_dir_and_help_of_the_package_list_its_exports() -> None:
     assert set(kvstore.__all__) < set(dir(kvstore))
     text = pydoc.plain(pydoc.render_doc(kvstore))
     assert all(f"    class {name}(" in text for name in kvstore.__all__ if name != "block_key")
     assert "__getattr__" not in text
 
 
-def test_all_that_users_import_is_on_the_page() -> None:
+def test_everything_that_users_import_is_on_the_page() -> None:
     for name in (*client.__all__, *testing.__all__):
         assert f"\n### {name}\n" in TEXT
     for name in errors.__all__:
@@ -67,10 +67,10 @@ assert kvstore.{name} is {name}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_another_name_is_an_error() -> None:
+def test_any_other_name_is_an_error() -> None:
     with pytest.raises(ImportError, match="cannot import name 'Cleint' from 'kvstore'"):
         exec("from kvstore import Cleint")
 
 
-def test_the_version_can_be_asked_for() -> None:
+def test_the_version_is_available() -> None:
     assert kvstore.__version__ == VERSION

@@ -49,7 +49,7 @@ def test_flags_of_commands_exist(page: Path) -> None:
         assert not unknown, f"{page.name}: {' '.join(words)}"
 
 
-def test_commands_are_found() -> None:
+def test_commands_are_detected() -> None:
     text = "```sh\n$ kvstore serve --data x \\\n  --nonsense\n```\n and `kvstore fsck FOLDER`; kvstore alone is a word"
     assert _commands(text) == [
         ["kvstore", "serve", "--data", "x", "--nonsense"],
@@ -58,7 +58,7 @@ def test_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target, anchor in _LINK.findall(text):
         if target.startswith(("http://", "https://")):

@@ -30,7 +30,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def test_every_page_is_there_and_can_be_searched(tree: Path) -> None:
+def test_every_page_exists_and_can_be_searched(tree: Path) -> None:
     site = tree / "build/site"
     (index,) = (site / "search").glob("search_index.js")
     found = json.loads(index.read_text().removeprefix("var __index = "))
@@ -42,7 +42,7 @@ def test_every_page_is_there_and_can_be_searched(tree: Path) -> None:
         assert name in places, name
 
 
-def test_nothing_is_fetched_when_it_is_read(tree: Path) -> None:
+def test_reading_loads_nothing_from_the_network(tree: Path) -> None:
     assert FETCHED.findall('<link rel="x" href="https://a/b"><script src=//c/d></script>') == [
         "https://a/b",
         "//c/d",
@@ -77,7 +77,7 @@ def test_mistakes_fail_the_build(tree: Path, tmp_path: Path, page: str, text: st
     assert "warnings in strict mode" in done.stdout + done.stderr
 
 
-def test_the_search_finds_in_pages_that_were_opened_as_files(tree: Path) -> None:
+def test_the_search_works_on_pages_opened_as_files(tree: Path) -> None:
     if BROWSER is None:
         pytest.skip("there is no Chromium: apt-get install chromium (290 MB)")
     page = f"file://{tree}/build/site/{SEARCH}"

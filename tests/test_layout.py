@@ -106,7 +106,7 @@ def test_aliases_take_no_bytes_and_have_those_of_their_layer(layers: tuple[Layer
     assert aliased.fingerprint != plain.fingerprint
 
 
-def test_a_shard_that_lies_in_another_is_one_run_a_tensor_and_needs_no_other_shard() -> None:
+def test_a_shard_inside_another_is_one_run_per_tensor_and_needs_no_other_shard() -> None:
     quarter = LLAMA.of_shard(3, 4)
     assert quarter.sources(2) == [1]
     assert len(quarter.reshard(2)) == 2 * len(GQA)
@@ -151,8 +151,8 @@ def test_layouts_that_differ_in_anything_have_different_fingerprints() -> None:
     assert len({layout.fingerprint for layout in [base, *changed]}) == 1 + len(CHANGES)
 
 
-def test_layouts_that_differ_in_anything_have_keys_of_their_own() -> None:
-    """Once an engine of another number format had the key of the first one's block, and its puts failed for ever."""
+def test_layouts_that_differ_in_anything_have_their_own_keys() -> None:
+    """An engine with another number format once shared a key with the first, and its puts always failed."""
     base = replace(LLAMA, shards=2, stages=2)
     layouts = [base, *(changed_in(base, name) for name in CHANGES)]
     assert len({layout.key(b"hash") for layout in layouts}) == 1 + len(CHANGES)
@@ -190,6 +190,6 @@ def test_an_invalid_layout_is_refused(change: dict[str, Any], why: str) -> None:
         replace(LLAMA, **change)
 
 
-def test_an_order_that_only_an_engine_knows_is_not_taken_apart() -> None:
+def test_an_order_known_only_to_an_engine_is_not_split() -> None:
     with pytest.raises(LayoutError, match="Only vllm"):
         replace(LLAMA, order=Order.OPAQUE, engine="vllm").reshard(2)

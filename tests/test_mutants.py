@@ -65,12 +65,12 @@ def _mutant(old: str, new: str, test: str = "test_three_is_too_many") -> Mutant:
     return Mutant("planted", "Two at most.", "limits.py", old, new, (f"tests/test_limits.py::{test}",))
 
 
-def test_a_bug_that_a_test_sees_is_killed_and_taken_back(tree: Tree) -> None:
+def test_a_detected_bug_is_killed_and_removed(tree: Tree) -> None:
     assert tree.outcome(_mutant("n < 3", "n <= 3")).what == "killed"
     assert (tree.path / "limits.py").read_text() == (tree.source / "limits.py").read_text()
 
 
-def test_a_bug_that_no_test_sees_survives(tree: Tree) -> None:
+def test_a_bug_that_no_test_detects_survives(tree: Tree) -> None:
     outcome = tree.outcome(_mutant("n < 3", "n < 2"))
     assert outcome.what == "survived"
     assert not outcome.is_right
@@ -88,7 +88,7 @@ def test_a_bug_that_ends_the_process_is_killed(tree: Tree) -> None:
         ("n < 3", "n <= 3", "test_of_another_name"),
     ],
 )
-def test_an_error_of_the_judge_is_not_a_killed_bug(tree: Tree, old: str, new: str, test: str) -> None:
+def test_an_error_of_the_runner_is_not_a_killed_bug(tree: Tree, old: str, new: str, test: str) -> None:
     assert tree.outcome(_mutant(old, new, test)).what == "error"
 
 
@@ -106,7 +106,7 @@ def test_a_bug_whose_tests_are_skipped_is_an_error_and_no_survivor(tree: Tree) -
         ('name = "a"\nguard = ""\nfile = ""\nold = ""\nnew = ""\ntest = ["t"]\nwhy = ""', "unknown why"),
     ],
 )
-def test_an_entry_that_is_not_whole_is_named(tmp_path: Path, text: str, words: str) -> None:
+def test_an_incomplete_entry_is_named(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "a.toml").write_text(f"[[mutant]]\n{text}\n")
     with pytest.raises(ValueError, match=words):
         mutants.load(tmp_path)

@@ -38,7 +38,7 @@ def test_shares_are_in_proportion_to_weights(weights: list[int]) -> None:
 
 
 @pytest.mark.parametrize("weight", [1, 5])
-def test_a_drive_that_is_added_moves_only_what_it_takes(weight: int) -> None:
+def test_an_added_drive_takes_its_share_and_moves_nothing_else(weight: int) -> None:
     before = [(uuid(number), (number + 1) * GIB) for number in range(4)]
     added = (uuid(9), weight * GIB)
     moved = 0
@@ -48,7 +48,7 @@ def test_a_drive_that_is_added_moves_only_what_it_takes(weight: int) -> None:
     assert abs(moved / len(NAMES) - weight / (10 + weight)) < 0.02
 
 
-def test_the_order_of_two_drives_depends_on_nothing_but_those_two() -> None:
+def test_the_order_of_two_drives_depends_only_on_those_two() -> None:
     drives = [(uuid(number), GIB) for number in range(5)]
     whole = Placement(drives)
     for left_out in range(5):
@@ -59,7 +59,7 @@ def test_the_order_of_two_drives_depends_on_nothing_but_those_two() -> None:
             assert [rest[at] for at in part.order(*name)] == order
 
 
-def test_the_sequence_in_which_drives_are_given_does_not_matter() -> None:
+def test_the_order_in_which_drives_are_given_does_not_matter() -> None:
     drives = [(uuid(number), (1 + number) * GIB) for number in range(3)]
     expected = homes(drives)
     for other in itertools.permutations(drives):
@@ -72,14 +72,14 @@ def test_every_order_has_every_drive_once() -> None:
     assert Placement([(uuid(1), GIB)]).order(*NAMES[0]) == (0,)
 
 
-def test_tenants_with_the_same_keys_are_spread_apart() -> None:
+def test_tenants_with_the_same_keys_are_spread_separately() -> None:
     placement = Placement([(uuid(number), GIB) for number in range(2)])
     ours = [placement.order(TENANT, name)[0] for _, name in NAMES[:1000]]
     theirs = [placement.order(b"somebody--else!!", name)[0] for _, name in NAMES[:1000]]
     assert 400 < sum(mine == other for mine, other in zip(ours, theirs, strict=True)) < 600
 
 
-def test_a_lot_is_drawn_from_the_uuid_alone_and_scaled_by_the_weight() -> None:
+def test_a_lot_is_drawn_only_from_the_uuid_and_scaled_by_the_weight() -> None:
     one, twice = lots_of(uuid(1), 1), lots_of(uuid(1), 2)
     assert all(abs(first - 2 * second) < 1e-9 for first, second in zip(one, twice, strict=True))
     assert 0.97 < sum(one) / len(one) < 1.03

@@ -39,7 +39,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_each_setting_comes_from_the_first_place_that_says_it(
+def test_each_setting_comes_from_the_first_place_that_has_it(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.write_text('node = "file:1"\ntenant = "of.the.file"\nprovider = "net"\nca = "ca.pem"\n')
@@ -83,7 +83,7 @@ def test_a_token_is_never_shown(file: Path) -> None:
 
 
 @pytest.mark.parametrize("node", ["10.0.0.5:7070", "node.example:7070", "[fd00::1]:7070"])
-def test_a_token_goes_beyond_this_machine_over_tls_only(node: str) -> None:
+def test_a_token_is_sent_beyond_this_machine_only_over_tls(node: str) -> None:
     with pytest.raises(ConfigError, match="in the clear"):
         Reach.of({"node": node, "token": "t"})
     assert Reach.of({"node": node, "token": "t", "ca": "ca.pem"}).uses_tls
@@ -92,7 +92,7 @@ def test_a_token_goes_beyond_this_machine_over_tls_only(node: str) -> None:
 
 
 @pytest.mark.parametrize("node", ["127.0.0.1:7070", "localhost:7070", "[::1]:7070"])
-def test_a_token_goes_to_this_machine_in_the_clear(node: str) -> None:
+def test_a_token_is_sent_to_this_machine_without_tls(node: str) -> None:
     assert not Reach.of({"node": node, "token": "t"}).uses_tls
 
 
@@ -128,7 +128,7 @@ def test_a_token_goes_to_this_machine_in_the_clear(node: str) -> None:
         ({"node": NODE, "zone": "rack\n1"}, "zone has at most 64 printable characters"),
     ],
 )
-def test_an_impossible_value_is_refused_in_a_sentence(given: dict[str, Any], why: str) -> None:
+def test_an_impossible_value_is_refused_in_one_sentence(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         Reach.of(given)
 
@@ -144,13 +144,13 @@ def test_an_impossible_value_is_refused_in_a_sentence(given: dict[str, Any], why
         ("call_timeout_ms = 0x" + "f" * 5000, "call_timeout_ms is 1 to"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(file: Path, text: str, why: str) -> None:
+def test_an_unreadable_file_is_named(file: Path, text: str, why: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=why):
         Reach.of({"node": NODE})
 
 
-def test_a_file_that_is_named_and_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_that_was_named_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIGGERKV_CONFIG", "/nowhere/client.toml")
     with pytest.raises(ConfigError, match="TRIGGERKV_CONFIG names, does not exist"):
         Reach.of({"node": NODE})
@@ -162,13 +162,13 @@ def test_a_file_that_is_named_and_not_there_is_an_error(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("name", "text"), [("TLS", "perhaps"), ("CALL_TIMEOUT_MS", "1.5"), ("CALL_TIMEOUT_MS", "9" * 5000)]
 )
-def test_a_variable_that_cannot_be_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_variable_is_named(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"TRIGGERKV_{name}", text)
     with pytest.raises(ConfigError, match=f"TRIGGERKV_{name} is"):
         Reach.of({"node": NODE})
 
 
-def test_variables_say_all_that_a_call_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_cover_all_settings_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (
         ("NODES", "a:1, b:2"),
         ("TLS", "true"),
@@ -180,7 +180,7 @@ def test_variables_say_all_that_a_call_can(monkeypatch: pytest.MonkeyPatch) -> N
     assert (told.tls, told.fabric_address) == (True, "::1")
 
 
-def test_timeouts_are_said_in_every_place(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeouts_can_be_set_in_every_place(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("connect_timeout_ms", "call_timeout_ms", "get_timeout_ms")
 
     def told(reach: Reach) -> tuple[int, ...]:
@@ -231,7 +231,7 @@ def test_a_target_has_a_host_and_a_port(target: str, parts: tuple[str, int]) -> 
     assert split_target(target) == parts
 
 
-def test_a_client_takes_a_reach_or_its_settings_and_not_both(file: Path) -> None:
+def test_a_client_takes_a_reach_or_single_settings_and_not_both(file: Path) -> None:
     file.write_text('node = "127.0.0.1:1"\ntenant = "ada"\n')
     with Client() as client:
         assert (client.target, client.tenant) == ("127.0.0.1:1", "ada")
@@ -253,7 +253,7 @@ def test_several_nodes_share_their_settings(file: Path) -> None:
 @pytest.mark.parametrize("setting", ["ca", "certificate"])
 @pytest.mark.parametrize("content", [b"", b"\n", b"half a file"])
 def test_a_file_without_a_certificate_is_refused(setting: str, content: bytes, tmp_path: Path) -> None:
-    """To gRPC an empty one means that nothing was said, and it trusts whom the system trusts."""
+    """GRPC takes an empty one as not given, and trusts the CAs that the system trusts."""
     (tmp_path / "empty.pem").write_bytes(content)
     (tmp_path / "a.key").write_bytes(b"-----BEGIN PRIVATE KEY-----\n")
     given: dict[str, Any] = {setting: tmp_path / "empty.pem"}
@@ -271,12 +271,12 @@ def test_a_token_that_no_call_can_carry_is_refused(token: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["a..b", ".a", "x" * 64, f"node.{'x' * 64}.example"])
-def test_a_name_whose_labels_cannot_be_is_refused(host: str) -> None:
+def test_a_host_name_with_invalid_labels_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="is not an address of a node"):
         Client(f"{host}:7070")
 
 
-def test_a_person_sees_where_each_setting_is_said(
+def test_users_can_see_where_each_setting_comes_from(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text('token = "secret"\ntenant = "ada"\nget_timeout_ms = 7\n')
@@ -299,7 +299,7 @@ def test_a_library_has_no_default_node() -> None:
     assert of_command(_parser().parse_args(["stats"])).node == "127.0.0.1:7070"
 
 
-def test_an_empty_address_of_a_node_is_named_as_such() -> None:
+def test_an_empty_node_address_is_named_as_such() -> None:
     for node in ("", ",,", "127.0.0.1:1,"):
         with pytest.raises(ConfigError, match="A node's address is empty"):
             Reach.of({"node": node})

@@ -25,7 +25,7 @@ COMMANDS = commands((ROOT / "README.md").read_text())
 WITHOUT_ENGINES = {"make demo": "make setup && .venv/bin/kvstore demo"}
 
 
-def test_commands_are_read_as_printed() -> None:
+def test_commands_are_parsed_as_printed() -> None:
     text = "x\n```console\n$ make a\noutput\n$ b -c 'd'\n```\n```python\n$ no\n```\n"
     text += "```sh\n# why\ne && f\n\n```\n```\n$ no\n```\n"
     assert commands(text) == ["make a", "b -c 'd'", "e && f"]
@@ -35,7 +35,7 @@ def test_the_two_commands_come_first() -> None:
     assert COMMANDS[:2] == ["make demo", "make test"]
 
 
-def test_a_clean_copy_holds_what_git_would_and_nothing_built(tmp_path: Path) -> None:
+def test_a_clean_copy_contains_what_git_would_and_nothing_built(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()
     subprocess.run(["git", "init", "-q"], cwd=tree, check=True, timeout=60)
@@ -79,7 +79,7 @@ def test_the_client_example_of_the_readme_runs_as_printed(node: NodeProcess) -> 
     assert done.stdout.count("'Hit'") == 3
 
 
-def test_a_node_takes_the_readme_s_blocks_and_a_chat_that_begins_anew_when_it_is_full(
+def test_a_node_accepts_the_readmes_blocks_and_a_chat_that_starts_over_when_it_is_full(
     node: NodeProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exec(_python_of_the_readme(node), {})

@@ -58,7 +58,7 @@ def test_the_example_and_the_commands_of_the_page_run_as_printed(node: NodeProce
             assert "What to do: The blocks were deleted" in done.stdout
 
 
-def test_the_page_says_the_bounds_that_are() -> None:
+def test_the_page_states_the_actual_bounds() -> None:
     assert f"The last {LOOKUPS_MAX:,} look-ups" in TEXT
     assert (
         f"first {LOOKUP_MISSES_EXPLAINED_MAX} misses of a look-up, and a look-up has at most {LOOKUP_RUNS_MAX} runs"

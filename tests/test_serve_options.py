@@ -52,7 +52,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
     return read
 
 
-def test_the_first_that_says_it_counts(
+def test_the_first_place_that_has_a_setting_counts(
     told: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "node.toml"
@@ -109,14 +109,14 @@ def test_the_first_that_says_it_counts(
         ),
     ],
 )
-def test_a_cluster_that_can_not_be_is_refused_in_one_sentence(
+def test_an_impossible_cluster_is_refused_in_one_sentence(
     told: Callable[..., Settings], said: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         told("--data", "d", *said).node()
 
 
-def test_each_option_can_be_said_in_each_place(
+def test_each_option_can_be_set_in_each_place(
     told: Callable[..., Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = {
@@ -169,7 +169,7 @@ def test_the_printed_settings_are_the_defaults(
     assert main(["config", "--check", str(tmp_path / "node.toml")]) == 0
 
 
-def test_a_valid_file_that_this_machine_has_no_memory_for_is_told_so(
+def test_a_valid_file_for_which_this_machine_lacks_memory_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "node.toml"
@@ -213,7 +213,7 @@ def test_sizes_that_would_look_the_same_are_shown_in_bytes() -> None:
         (f'hot = "{"9" * 5000}"', "hot in .* larger than any drive"),
     ],
 )
-def test_a_file_with_a_mistake_is_refused_in_a_sentence(
+def test_a_file_with_a_mistake_is_refused_in_one_sentence(
     text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "node.toml"
@@ -226,7 +226,7 @@ def test_a_file_with_a_mistake_is_refused_in_a_sentence(
         Settings.of({"data": tmp_path} | read_file(file)).node()
 
 
-def test_a_drive_that_is_named_twice_is_refused(told: Callable[..., Settings], tmp_path: Path) -> None:
+def test_a_drive_named_twice_is_refused(told: Callable[..., Settings], tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "drive")
     one, other, another = (f"--drive={tmp_path / name}:64MiB" for name in ("drive", "link", "more"))
     assert len(told("--data=node", one, another).node().drives) == 2
@@ -235,7 +235,7 @@ def test_a_drive_that_is_named_twice_is_refused(told: Callable[..., Settings], t
             told("--data=node", one, again).node()
 
 
-def test_memory_that_differs_by_little_is_told_in_bytes() -> None:
+def test_memory_that_differs_slightly_is_shown_in_bytes() -> None:
     has_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with pytest.raises(
         ConfigError, match=rf"--hot {has_bytes + 1} bytes exceeds .* memory, {has_bytes} bytes\."
@@ -253,7 +253,7 @@ def test_memory_that_differs_by_little_is_told_in_bytes() -> None:
         (("127.0.0.1", 0), ("127.0.0.1", 0), True),
     ],
 )
-def test_calls_and_http_have_a_port_each(
+def test_grpc_and_http_have_a_port_each(
     listen: tuple[str, int], http: tuple[str, int], *, can: bool, tmp_path: Path
 ) -> None:
     files: dict[str, Any] = dict.fromkeys(("tls_cert", "tls_key", "tenants"), tmp_path)
@@ -276,7 +276,7 @@ def test_calls_and_http_have_a_port_each(
         ("LISTEN", "127.0.0.1:" + "9" * 5000),
     ],
 )
-def test_a_variable_that_cannot_be_is_named(
+def test_an_invalid_variable_is_named(
     told: Callable[..., Settings], name: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"TRIGGERKV_SERVE_{name}", text)
@@ -284,7 +284,7 @@ def test_a_variable_that_cannot_be_is_named(
         told()
 
 
-def test_a_variable_that_is_no_option_is_refused(
+def test_a_variable_that_is_not_an_option_is_refused(
     told: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRIGGERKV_SERVE_LISTN", "")  # empty is not set, as everywhere
@@ -306,7 +306,7 @@ def test_changed_settings_are_listed_by_when_they_take_effect() -> None:
     assert before.changed(after) == (["log_level"], ["hot"])
 
 
-def test_a_node_reads_its_file_again(tmp_path: Path) -> None:
+def test_a_node_reloads_its_file(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text('log_level = "warning"\n')
     with small_node(tmp_path / "node", arguments=("--config", str(file))) as node:
@@ -350,7 +350,7 @@ def test_access_to_an_open_node_changes_only_at_a_restart(tmp_path: Path) -> Non
         assert node.log().count("stays open to all") == 2
 
 
-def test_a_node_that_is_told_no_tenants_any_more_keeps_them(tmp_path: Path) -> None:
+def test_a_node_whose_tenants_setting_is_removed_keeps_its_tenants(tmp_path: Path) -> None:
     tenants, file = tmp_path / "tenants.toml", tmp_path / "node.toml"
     tenants.write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme-1")}"]\n')
     file.write_text('tenants = "tenants.toml"\n')
@@ -365,9 +365,7 @@ def test_a_node_that_is_told_no_tenants_any_more_keeps_them(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("mode", "is_open"), [(0o600, False), (0o640, False), (0o644, True), (0o602, True)])
-def test_a_secret_that_any_user_can_read_or_write_is_noticed(
-    tmp_path: Path, mode: int, *, is_open: bool
-) -> None:
+def test_a_secret_readable_by_every_user_is_reported(tmp_path: Path, mode: int, *, is_open: bool) -> None:
     path = tmp_path / "secret"
     path.write_text("s" * 32)
     path.chmod(mode)

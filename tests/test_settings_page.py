@@ -27,7 +27,7 @@ def test_the_table_has_each_setting_and_its_flag() -> None:
             parser.parse_args(["stats", flag.split()[0], *value])
 
 
-def test_the_timeouts_that_hold_by_default_are_those_of_the_table() -> None:
+def test_the_default_timeouts_are_those_of_the_table() -> None:
     default = Reach(("127.0.0.1:1",))
     told = {name: int(shown) for name, _, shown in ROWS if name.endswith("_ms")}
     assert told == {name: getattr(default, name) for name in reach_settings() if name.endswith("_ms")}

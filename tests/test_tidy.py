@@ -125,12 +125,12 @@ def _plant(root: Path, name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_this_tree_keeps_the_rule(name: str) -> None:
+def test_this_tree_follows_the_rule(name: str) -> None:
     assert list(RULES[name](ROOT)) == []
 
 
 @pytest.mark.parametrize(("rule", "name", "text", "word"), PLANTED)
-def test_a_planted_breach_is_caught(rule: str, name: str, text: str, word: str, tmp_path: Path) -> None:
+def test_a_planted_breach_is_detected(rule: str, name: str, text: str, word: str, tmp_path: Path) -> None:
     _plant(tmp_path, name, text)
     breaches = list(RULES[rule](tmp_path))
     assert len(breaches) == 1
@@ -143,13 +143,13 @@ def test_permitted_calls_pass(rule: str, name: str, text: str, tmp_path: Path) -
     assert list(RULES[rule](tmp_path)) == []
 
 
-def test_a_module_without_a_docstring_is_caught(tmp_path: Path) -> None:
+def test_a_module_without_a_docstring_is_detected(tmp_path: Path) -> None:
     (tmp_path / "sim").mkdir()
     (tmp_path / "sim" / "a.py").write_text("x = 1\n")
     assert list(tidy.modules_have_docstrings(tmp_path)) == ["sim/a.py: no docstring"]
 
 
-def test_a_second_module_of_one_name_is_caught(tmp_path: Path) -> None:
+def test_a_second_module_of_one_name_is_detected(tmp_path: Path) -> None:
     for name in ("kvstore/node/gets.py", "sim/gets.py", "sim/cli.py", "kvstore/cli.py", "tests/sim/gets.py"):
         _plant(tmp_path, name, "")
     breaches = list(tidy.a_name_has_one_meaning(tmp_path))

@@ -15,7 +15,7 @@ TEXT = (ROOT / "docs/tracing.md").read_text()
 SOURCES = [ROOT / "kvstore/client/spans.py", ROOT / "kvstore/node/call_spans.py"]
 
 
-def test_the_example_runs_and_its_trace_is_what_the_page_draws(tmp_path: Path) -> None:
+def test_the_example_runs_and_its_trace_matches_the_page(tmp_path: Path) -> None:
     (example,) = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     (drawing,) = re.findall(r"^```text\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
     receiver = Receiver()
@@ -49,7 +49,7 @@ def drawn(drawing: str) -> set[tuple[str, str]]:
     return pairs
 
 
-def test_every_name_and_attribute_that_is_told_is_on_the_page() -> None:
+def test_every_exported_name_and_attribute_is_on_the_page() -> None:
     code = "\n".join(path.read_text() for path in SOURCES)
     names = set(re.findall(r'"(kvstore\.[a-z_.]+[a-z])"', code))
     assert len(names) > 20
@@ -60,7 +60,7 @@ def test_every_name_and_attribute_that_is_told_is_on_the_page() -> None:
     assert missing == set()
 
 
-def test_the_page_says_the_bounds_that_are() -> None:
+def test_the_page_states_the_actual_bounds() -> None:
     assert f"{SPANS_WAITING_MAX:,} batches behind" in TEXT
     assert f"a queue of {SPANS_QUEUED_MAX:,}" in TEXT
     assert SPAN_GROUPS_MAX == STEP_FIRINGS_MAX == 8

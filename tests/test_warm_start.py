@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_node_is_forked_after_a_command_was_run_in_the_process_of_the_tests(tmp_path: Path) -> None:
+def test_a_node_is_forked_after_a_command_ran_in_the_test_process(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     with small_node(tmp_path / "node") as node:
         assert isinstance(node._process, Started)
 
 
-def test_a_node_is_not_forked_with_other_settings_of_libraries(
+def test_a_node_is_not_forked_with_other_library_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FI_LOG_LEVEL", "warn")

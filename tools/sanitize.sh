@@ -50,7 +50,7 @@ cd "$out"
 # The match-action table has no C in it, and the CUDA compilers crash under these libraries. A test of a process
 # without memory is none under a sanitizer, which reserves terabytes.
 # They also make mlock do nothing, and say that it was done. Their malloc does not say how much is in use.
-run=("$OLDPWD/$python" -m pytest tests/sim/test_events.py tests/storage/test_extents.py tests/storage/eviction tests/node/test_hot.py tests/nic_offload tests/conformance --ignore-glob="*test_match*" --ignore-glob="*eviction/test_without_memory*" --deselect tests/nic_offload/test_secret_keys.py::test_keys_are_out_of_dumps_and_locked_and_zeros_once_they_are_wiped --deselect tests/nic_offload/test_many.py::test_memory_for_queued_work_is_freed_once_nothing_has_needed_it_between_two_looks --timeout 300 -p no:cacheprovider --capture=sys "$@")
+run=("$OLDPWD/$python" -m pytest tests/sim/test_events.py tests/storage/test_extents.py tests/storage/eviction tests/node/test_hot.py tests/nic_offload tests/conformance --ignore-glob="*test_match*" --ignore-glob="*eviction/test_without_memory*" --deselect tests/nic_offload/test_secret_keys.py::test_keys_are_excluded_from_dumps_and_locked_and_zeros_once_wiped --deselect tests/nic_offload/test_many.py::test_memory_for_queued_work_is_freed_once_nothing_needed_it_between_two_checks --timeout 300 -p no:cacheprovider --capture=sys "$@")
 export PYTHONMALLOC=malloc PYTHONPATH=$PWD LD_PRELOAD=${preload% }
 if [[ $name == thread ]]; then
 	run+=(--ignore-glob="*test_stuck*") # it holds a thread in a signal handler, and this sanitizer puts signals off

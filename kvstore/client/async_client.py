@@ -105,6 +105,10 @@ class AsyncClient:
         self.sync = Client(*arguments, **named)
         self._threads = CallThreads()
 
+    def __repr__(self) -> str:
+        """Its node, transport and tenant, without the token."""
+        return f"Async{self.sync!r}"
+
     async def call(self, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
         """Call a function that may wait, such as a method of `sync`, in a thread, and await its result.
 

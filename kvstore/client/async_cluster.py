@@ -82,6 +82,10 @@ class AsyncClusterClient:
         self.sync = ClusterClient(nodes, replicas=replicas, acks=acks, **of_clients)
         self._threads = CallThreads()
 
+    def __repr__(self) -> str:
+        """The nodes it was given, replicas, transport and tenant, without the token."""
+        return f"Async{self.sync!r}"
+
     async def call(self, function: Callable[P, R], *arguments: P.args, **named: P.kwargs) -> R:
         """Call a function that may wait, such as a method of `sync`, in a thread, and await its result.
 

@@ -123,6 +123,10 @@ class AsyncSession:
     def __init__(self, client: AsyncClient, sync: Session) -> None:
         self._client, self.sync = client, sync
 
+    def __repr__(self) -> str:
+        """Its user and name."""
+        return f"Async{self.sync!r}"
+
     def arm(
         self,
         blocks: Sequence[Block],

@@ -17,6 +17,7 @@ from kvstore.client.block_calls import BlockCalls
 from kvstore.client.blocks import fingerprint_of
 from kvstore.client.checks import check_slots
 from kvstore.client.core import Core
+from kvstore.client.description import described
 from kvstore.client.erasing import ErasingCalls
 from kvstore.client.fabric_prefix import Prefixes
 from kvstore.client.fabric_transport import FabricTransport
@@ -193,6 +194,10 @@ class Client(Handle):
         """Whether there is a link to the node now."""
         return self._core.link is not None
 
+    def __repr__(self) -> str:
+        """Its node, transport and tenant, without the token; it opens nothing."""
+        return described(self, self.target, self.reach, transport=self._core._transport)  # noqa: SLF001
+
     def attach(self) -> None:
         """Attach now, so that the next put or get does not have to. It waits for the node to provide memory.
 
@@ -299,11 +304,7 @@ class Client(Handle):
         )
 
     def get(
-        self,
-        blocks: Sequence[Block],
-        *,
-        layout: Layout | None = None,
-        timeout_s: float | None = None,
+        self, blocks: Sequence[Block], *, layout: Layout | None = None, timeout_s: float | None = None
     ) -> list[Hit | Miss]:
         """Get blocks into their regions. Returns a Hit or a Miss for each, in order.
 

@@ -42,6 +42,7 @@ from kvstore.client.cluster_blocks import blocks_of, keys_of
 from kvstore.client.cluster_puts import ClusterPin, ClusterPuts, merged, now_s, seconds_until
 from kvstore.client.cluster_reads import Reads, by_owner
 from kvstore.client.cluster_removals import Removals
+from kvstore.client.description import described
 from kvstore.client.nodes import Nodes
 from kvstore.client.repairs import Repairs
 from kvstore.client.silent_nodes import SilentNodes
@@ -127,6 +128,11 @@ class ClusterClient(Handle):
         self._silent = SilentNodes(self.nodes.reach.at, self.nodes._drop)  # noqa: SLF001 - of this package
         self._ahead = ArmedAhead(lambda: self.nodes.map)
         self._reads = Reads(self.nodes, replicas, self._each, self._silent, self._repairs, _CLOCK)
+
+    def __repr__(self) -> str:
+        """The nodes it was given, replicas, transport and tenant, without the token; no node is called."""
+        reach = self.nodes.reach
+        return described(self, list(reach.nodes), reach, replicas=self._replicas, transport=reach.transport)
 
     def register(self, memory: Buffer) -> RegisteredMemory:
         """Register memory for puts to and gets from any node. Close it before the memory is freed.

@@ -213,7 +213,7 @@ def say_first_word(client: Host, link: Link, timeout_s: float) -> None:
         was_short = is_short and word.is_late
         failure = link.error or NodeUnavailable(
             f"The node's fabric address is {SocketAddress.of(link.node_address)}, and nothing answered there"
-            f" within {timeout_s:.1f} s: are the node's fabric ports open to this machine (docs/operating.md)?"
+            f" within {timeout_s:.1f} s: are the node's fabric ports (--fabric-ports) open to this machine?"
         )
         client.lose(link, failure)
         if was_short:

@@ -112,12 +112,7 @@ class AnyHome:
 class SessionCalls:
     """The calls of one client. Any thread."""
 
-    def __init__(
-        self,
-        client: Client,
-        core: Core,
-        steps: StepCalls,
-    ) -> None:
+    def __init__(self, client: Client, core: Core, steps: StepCalls) -> None:
         self.client, self.core, self.steps = client, core, steps
         self.calling, self.timeout_s = core.calling, core.reach.call_timeout_s
         self.stub = sessions_pb2_grpc.SessionsStub(core.channel)  # type: ignore[no-untyped-call]
@@ -189,6 +184,10 @@ class Session:
         self.name = name
         self._find = find
         self._blocks: int | None = None  # how many blocks it has, as far as we know
+
+    def __repr__(self) -> str:
+        """Its user and name; no node is called."""
+        return f"Session(user={self.user!r}, name={self.name!r})"
 
     @property
     def _name(self) -> pb.SessionName:

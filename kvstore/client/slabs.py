@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from kvstore.errors import FabricError
 from kvstore.limits import SLAB_BYTES, SLABS_KEPT
 from nic_offload.errors import RegionBusy
+from nic_offload.fabric import is_idle
 from nic_offload.memory import set_aside
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Slabs:
     def give_back(self, slab: Slab) -> None:
         """Give a slab back."""
         with self._lock:
-            if slab.region.is_idle and len(slab.memory) == SLAB_BYTES and len(self._free) < SLABS_KEPT:
+            if is_idle(slab.region) and len(slab.memory) == SLAB_BYTES and len(self._free) < SLABS_KEPT:
                 self._free.append(slab)
             else:
                 self._used.append(slab)

@@ -71,7 +71,7 @@ def _check_calls(client: Client) -> Iterator[Result]:
             "fabric", "warn", said, "Blocks are sent over gRPC, copied by the CPU.", "Unset transport."
         )
         return
-    do = "Let both machines reach each other's fabric ports, and use one provider; docs/operating.md has the table."
+    do = "Let both machines reach each other's fabric ports, and use one provider."
     with mmap.mmap(-1, PAGE_BYTES) as memory:
         try:
             region = client.register(memory)

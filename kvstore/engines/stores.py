@@ -34,7 +34,7 @@ __all__ = ["Store", "block_at", "blocks_of_pieces", "is_about_domains", "name_of
 _ABOUT_DOMAINS: Final[dict[type, str]] = {
     NotEncrypted: "Requests that name an erase domain are not saved: %s",
     DomainRequired: "Requests that name no erase domain are not saved, until the engine's settings have `user` or"
-    " `shared` (docs/engines.md, Erase domains): %s",
+    " `shared`: %s",
 }
 
 

@@ -57,7 +57,7 @@ class Begun:
         self._waits_for: asyncio.Future[Any] | None = None
         self._waited_for: asyncio.Future[Any] | None = None  # at the last look
         self._looks = 0
-        self._is_done = False  # except that the caller must still take the answer
+        self._is_done = False  # except that the caller must still read the answer
         self._look_later()
 
     def _look_later(self) -> None:
@@ -143,7 +143,7 @@ class Entrance:
             self._places.give_back(who)
 
     def _over(self, who: str | None, worked_s: float) -> None:
-        """Begin this tenant's next call in place of one that is over, at once or a little later."""
+        """Begin this tenant's next call in place of one that has ended, at once or a little later."""
         loop, line = asyncio.get_running_loop(), self._outside.get(who)
         rest_s = CALLS_REST_MS / 1000 if line is not None and len(line) > CALLS_LINE_LONG else 0
         if worked_s > CALLS_WORK_US / 1_000_000:

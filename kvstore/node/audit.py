@@ -77,7 +77,7 @@ class Audit(Handle):
         return self._write({"what": what, "tenant": tenant, "peer": peer, "outcome": "ok", **more})
 
     def sync(self, line: int) -> bool:
-        """Sync; return whether the line with this number survives power loss now. It may take long; any thread.
+        """Sync; return whether the line with this number survives power loss now. It may be slow; any thread.
 
         A failed sync may lose other lines too. The next sync gets no error for them, so it doesn't vouch for them.
         """
@@ -143,7 +143,7 @@ class Audit(Handle):
         return not takes
 
     def _takes(self, of: str) -> bool:
-        """Take a line, unless this second's limit is used up: the caller's own, that of strangers, or that of all."""
+        """Accept a line, unless this second's limit is used up: the caller's own, that of strangers, or that of all."""
         self._look_at_clock()
         is_stranger = not of.startswith(_TENANT)
         mine, all_lines = self._lines.get(of, 0), sum(self._lines.values())

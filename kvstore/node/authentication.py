@@ -2,14 +2,14 @@
 
 It is an interceptor around all services of a server. A call with an unknown token is refused before its message is
 received, so nothing is stored for it. Each message of a call has a deadline, and a tenant may have only its share of
-messages pending. If a client does not take the answer of a unary call in time, its connection is closed. An open call
+messages pending. If a client does not read the answer of a unary call in time, its connection is closed. An open call
 ends as soon as its credentials are removed from the tenants file. Every refusal is in the audit log. The module also
 counts each call, its duration and its status.
 
 What always holds: only health's `Check` needs no credentials. A stream that ends because of its credentials ends like
 one that its client left: messages that had arrived whole are kept, and it counts as open until its status has been
 sent. Only names of calls that the server has are counted, so they are bounded. A tenant has its share of the memory
-for answers that have not been taken.
+for answers that have not been read.
 What it doesn't do: check the tenant that a request names, which is in its message; `authorization` does that once the
 message has been read. Calls that stay open for as long as the client likes (`Attach`, `Watch`, reflection) have no
 duration, and are not counted.
@@ -173,7 +173,7 @@ class Door(grpc.aio.ServerInterceptor):
             raise Overloaded("The tenant's share of unread answers is used up; read them first.")
 
     def _lend(self, who: str | None, length: int, context: Context) -> None:
-        """Keep an answer until its caller has taken it; Overloaded if it is large and too many are kept."""
+        """Keep an answer until its caller has read it; Overloaded if it is large and too many are kept."""
         if length > INLINE_CHUNK_BYTES:  # a smaller one is kept: its call has been executed
             self._refuse_more_answers(who, length)
         size_bytes = max(length, DOOR_ANSWER_BYTES_MIN)
@@ -295,7 +295,7 @@ class _InTime:
 
 
 def _when_over(then: Callable[[], object]) -> None:
-    """Do this when the current call is over. gRPC's `add_done_callback` makes the call refer to itself for ever."""
+    """Do this when the current call has ended. gRPC's `add_done_callback` makes the call refer to itself forever."""
     task = asyncio.current_task()
     assert task is not None
     task.add_done_callback(lambda _: then())

@@ -69,7 +69,7 @@ class Gate:
         claimed: str = "",
         requests: int = 1,
     ) -> Tenant:
-        """Like `enter`, for a call that did not come over gRPC."""
+        """Like `enter`, for a call that did not arrive over gRPC."""
         _, tenant = self._let_in(what, metadata, certificate, peer, claimed)
         assert tenant is not None, "a node's call enters by enter_node"
         self.heard(tenant.id)

@@ -435,7 +435,7 @@ class _Gets:
             await self._context.write(message)
 
     def drop(self) -> None:
-        """Release what was read."""
+        """Release the blocks that were read."""
         for one in self._unsent:
             one.close()
         for _, _, read in self._pending:

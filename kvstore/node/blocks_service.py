@@ -138,7 +138,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             upkeep.waited.cancel(names)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:  # noqa: N802
-        """Explain where blocks are, or why they are gone."""
+        """Explain where blocks are, or why they were removed."""
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("explain", context, request.tenant, len(request.keys))
             check_keys(request.keys)

@@ -128,7 +128,7 @@ class NodeSpans:
     # --- look-ups
 
     def looked_up(self, parent: TraceParent, lookup: Lookup, times: LookupTimes) -> None:
-        """Make the spans of a look-up that is over."""
+        """Make the spans of a look-up that has ended."""
         offset_ns = unix_offset_ns()
         counts: Counter[Outcome] = Counter()
         for run in lookup.runs:

@@ -4,8 +4,8 @@ The core has the place of each stored block that does not expire, and some free 
 It sends what it reads at once, if it passes the checks; Python is notified afterwards, for many calls at a time, and
 keeps the bytes in the hot memory if the index still has the block.
 
-What always holds: a place is forgotten in the step in which its block leaves the index, before the drive may give the
-pages to another. A block that the core could not send is fetched as if its call had come here (`fetching`), so nothing
+What always holds: a place is forgotten in the step in which its block leaves the index, before the drive may reuse
+its pages. A block that the core could not send is fetched as if its call had arrived here (`fetching`), so nothing
 here decides what a miss is. Rooms have one user until their call is reported, and at most `COLD_BYTES_MAX` of the
 memory is used for them; an idle node has none.
 
@@ -86,13 +86,13 @@ class ColdCalls:
         self._memory.shelf.place(rows.tobytes())
 
     def tick(self) -> None:
-        """Take the rooms back if none was needed for a while."""
+        """Withdraw the rooms if none was needed for a while."""
         self._idle_ticks += 1
         if self._idle_ticks == ROOMS_IDLE_TICKS:
             self.empty()
 
     def empty(self) -> None:
-        """Take back the rooms that are not in use; they still contain bytes of evicted blocks."""
+        """Withdraw the rooms that are not in use; they still contain bytes of evicted blocks."""
         pieces = [Piece(number) for number in self._memory.shelf.rooms()]
         self._rooms.difference_update(pieces)
         self._memory.pages.release_all(pieces)
@@ -152,7 +152,7 @@ class ColdCalls:
     def _keep(self, read: Sequence[tuple[Piece, int, Name]]) -> None:
         """Keep the blocks that were read in the hot memory, if the index still has them.
 
-        A piece that is there already was not listed with the core: it may be damaged, and the one just read is not.
+        A piece that is cached already was not listed with the core: it may be damaged, and the one just read is not.
         """
         store, pages = self._node.store, self._memory.pages
         for _, generation, _ in read:
@@ -185,7 +185,7 @@ class ColdCalls:
                 lengths[row.room == IN_MEMORY].append(row.part or row.length)
         looking.size_bytes = sum(map(sum, lengths.values()))
         for at, _ in (*unsent, *cancelled):
-            looking.outcomes[at] = Outcome.GIVEN_UP  # unless a fetch says otherwise
+            looking.outcomes[at] = Outcome.GIVEN_UP  # unless a fetch reports another outcome
         self._say(connection, [row for _, row in cancelled], AckCode.CANCELLED)
         for at in range(served.corrupt + served.failed):
             looking.outcomes[at] = Outcome.CORRUPT if at < served.corrupt else Outcome.GIVEN_UP

@@ -98,7 +98,7 @@ def check_domain(key: bytes, domain: bytes, *, encrypts: bool) -> None:
     if domain and len(domain) != DOMAIN_BYTES:
         raise ProtocolError(f"An erase domain has {DOMAIN_BYTES} bytes, not {len(domain)}.")
     if domain == NO_DOMAIN:
-        raise ProtocolError("An erase domain of zeros is none.")
+        raise ProtocolError("An erase domain must not be all zeros.")
     if not fits_domain(key, domain):
         raise ProtocolError("The block's key was made for another erase domain than the one it is put into.")
     if encrypts and domain == UNSAID:
@@ -180,7 +180,7 @@ class Connection:
         self.layout = layout
         self.slots = Slots(layout.slots, self._wipe)
         self.filling = 0  # how many other threads are allocating its memory
-        # How many slots, from the first on, have memory: free ones are taken from the first on.
+        # How many slots, from the first on, have memory: free ones are leased from the first on.
         self._slots_there = 0
         self.closed = False
         self.cancelled = Cancelled()
@@ -215,7 +215,7 @@ class Connection:
     def have_slots(self, count: int) -> Callable[[], None] | None:
         """Allocate the memory of this many more slots; NoMemory if there is not enough.
 
-        Much of it takes a while and delays others: the rest is allocated by the returned function, on any thread.
+        Allocating much of it is slow and delays others: the rest is allocated by the returned function, on any thread.
         """
         start, size_bytes = self.layout.header(self._slots_there), count * self.layout.slot_bytes
         at_once = min(size_bytes, LANDING_AT_ONCE_BYTES)

@@ -109,7 +109,7 @@ async def fetch(
 ) -> None:
     """Queue blocks to be sent. `rows_of` returns the requested layout of each, and the block.
 
-    `called`: the call came over gRPC. `shares`: its client prefers to read them in the hot memory.
+    `called`: the call arrived over gRPC. `shares`: its client prefers to read them in the hot memory.
     """
     connection = find()
     check_count(count)
@@ -179,7 +179,7 @@ def already_stored(
 ) -> tuple[list[bool], set[BlockRequest]]:
     """Determine which blocks are stored, and which will get `key taken` in their flag."""
     if durability is Durability.SYNCED:
-        # The index knows what is written, not what is synced; the store decides when the block lands.
+        # The index knows which blocks are written, not which are synced; the store decides when the block lands.
         return [False] * len(blocks), set()
     found = node.store.lookup([(connection.tenant, block.key) for block in blocks])
     now_ms = node.clock.wall_ms()

@@ -2,17 +2,17 @@
 
 Both libraries accept any connection and keep it for as long as the peer likes. The doorkeeper lists the process's
 sockets ten times a second while there are any, and closes these: a connection to the port for calls that has had no
-call admitted by its deadline, or shortly after it has sent many bytes; one whose client does not read an answer, goes
-on calling when told to wait, or floods (too much metadata, or too many bytes outside messages); those that exceed the
+call admitted by its deadline, or shortly after it has sent many bytes; one whose client does not read an answer, keeps
+calling when told to wait, or floods (too much metadata, or too many bytes outside messages); those that exceed the
 limit of one source; and at a fabric endpoint all but those of its own client. A source that keeps connecting is barred
 for a time, by a filter on the listening socket that the kernel runs on each packet. While there is nothing to check,
 it reads two kernel counters twice a second, which costs an idle node almost nothing. It also returns unused heap memory
 after load.
 
 What always holds: a connection that has had a call admitted is closed only if its source exceeds its limit, or if it
-does not read an answer, goes on calling, or floods. A socket is closed by `shutdown` on a duplicate of its descriptor,
+does not read an answer, keeps calling, or floods. A socket is closed by `shutdown` on a duplicate of its descriptor,
 after a check that it is the same socket, so its library sees a normal end. A source is one IPv4 address, or the /64 of
-an IPv6 address. No source is barred for ever.
+an IPv6 address. No source is barred forever.
 What it doesn't do: look at the contents, only at amounts; or distinguish hosts behind one address.
 """
 
@@ -179,7 +179,7 @@ class Doorkeeper:
     def proved(self, peer: str) -> None:
         """Note that a call of this peer was admitted. Each call counts: its port may have a new connection by now.
 
-        HTTP requests are not recorded: each comes from a new peer.
+        HTTP requests are not recorded: each has a new peer.
         """
         if not peer.startswith(_OF_CALLS):
             return
@@ -210,7 +210,7 @@ class Doorkeeper:
             self._closed[place] = self._clock.monotonic_ns()
 
     def has_closed(self, peer: Callable[[], str]) -> bool:
-        """Whether this peer's connection has been closed here, although calls of it may still come out of gRPC."""
+        """Whether this peer's connection has been closed here, although gRPC may still deliver calls of it."""
         return bool(self._closed) and _ip_and_port(peer()) in self._closed
 
     def expects(self, listener: int, client: Ip, *, shuts: bool) -> None:

@@ -1,7 +1,7 @@
 """The lanes of a node's drives: they write landed blocks without Python (`nic_offload.lane`).
 
-A lane takes blocks whose name has this drive as its home. While in use it gets ground before it runs out, and again
-after the drive has written a record of its own, which takes the ground back. An idle lane's ground is taken back too.
+A lane writes blocks whose name has this drive as its home. While in use it gets ground before it runs out, and again
+after the drive has written a record of its own, which withdraws the ground. An idle lane's ground is withdrawn too.
 
 What always holds: every record is counted when its lane begins it, so `ahead` says whether there is a record that
 Python doesn't know yet.
@@ -46,7 +46,7 @@ class DriveLanes:
         ]
         self.handed = Lanes(lanes, store.homes) if self._pairs else None
         self.record_pages = 1  # of the blocks that arrive
-        self._known = 0  # records that were heard, or have ended
+        self._known = 0  # records that were reported, or have ended
         self._idle_ticks = ROOMS_IDLE_TICKS
 
     @property
@@ -73,7 +73,7 @@ class DriveLanes:
                 yield from written_in(rows)
 
     def take(self) -> Iterator[tuple[Drive, bytes]]:
-        """Take the records that have ended, each drive's in the order of generations."""
+        """Process the records that have ended, each drive's in the order of generations."""
         for drive, lane in self._pairs:
             while rows := lane.take():
                 yield drive, rows
@@ -95,13 +95,13 @@ class DriveLanes:
         return any(not lane.state().next.pages for _, lane in self._pairs)
 
     def tick(self) -> None:
-        """Take back ground that has not been used for a while."""
+        """Withdraw ground that has not been used for a while."""
         self._idle_ticks += 1
         if self._idle_ticks == ROOMS_IDLE_TICKS:
             self.seal()
 
     def seal(self) -> None:
-        """Take back all ground."""
+        """Withdraw all ground."""
         for drive, _ in self._pairs:
             drive.seal()
 

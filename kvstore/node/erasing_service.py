@@ -1,10 +1,10 @@
 """The service Erasing: erases what a user or a tenant stored, for good, with a receipt.
 
 First the keys are destroyed, durably: from then on nobody can read what was encrypted with them, whatever happens next.
-Then blocks and sessions leave the index, the memory and the drive as in a deletion; what was in the clear, or encrypted
+Then blocks and sessions leave the index, the memory and the drive as in a deletion; data in the clear, or encrypted
 with another key, is overwritten.
 
-What always holds: an erasure is answered when every block and session that was stored when it was requested is gone
+What always holds: an erasure is answered when every block and session that was stored when it was requested is removed
 from the drive, and this would survive a power failure. Their bytes in the hot memory are overwritten, those being sent
 as soon as they are sent. While a drive is failed an erasure fails, but only after the keys are destroyed and what they
 encrypted has left the memory. An interrupted erasure, even by SIGKILL, can be repeated: it has destroyed the keys or
@@ -111,7 +111,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
         raise AssertionError
 
     async def _wait_for_room(self, tenant: Tenant) -> None:
-        """Wait until the audit log takes a receipt; Overloaded if that takes too long, or too many wait."""
+        """Wait until the audit log accepts a receipt; Overloaded if that takes too long, or too many wait."""
         audit, waiting = self._gate.audit, self._waiting
         if not waiting[tenant.id] and audit.has_room(tenant.name):
             return
@@ -271,7 +271,7 @@ class _Erasure:
         of = None if domain is None else {_domain_number(key) for key in its + unread}
         steps = node.store.of_domain(self._tenant, domain, of)
         lost = {_domain_number(key) for key in self.keys if key.is_lost}
-        if domain is not None and lost:  # only the blocks' keys tell which domain these slots were of
+        if domain is not None and lost:  # only the blocks' keys show which domain these slots belonged to
             steps = chain(steps, self._fitting(domain, lost))
         names = node.granted.of_domain(self._tenant, domain)
         is_more = True

@@ -170,7 +170,7 @@ class FabricAddress:
             return (self._listens,)
         ways = (source_towards(ip_of(text)) for text in _ROUTED)
         routed = tuple(ip for ip in ways if ip is not None)
-        # Without a default route, clients come over the networks of our interfaces; without those, over loopback.
+        # Without a default route, clients connect over the networks of our interfaces; without those, over loopback.
         return routed or interface_addresses() or (ip_of("127.0.0.1"),)
 
     def believed(self, claimed: bytes, peer: str, fabric: Fabric) -> SocketAddress | None:

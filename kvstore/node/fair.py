@@ -6,8 +6,8 @@ turn each, not by a thousand blocks.
 
 What always holds: the requests of one connection stay in order; a waiting tenant is next after at most one turn of each
 other tenant, unless it may hold no more.
-What it doesn't do: know what is queued, or limit it: `Shares` limits how much of a common memory may be held briefly,
-and `Places` how much may be held for long.
+What it doesn't do: know the meaning of items, or limit their number: `Shares` limits how much of a common memory may be
+held briefly, and `Places` how much may be held for long.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Waiting(Protocol):
 
     @property
     def flow(self) -> Hashable:
-        """The connection of its tenant through which it came."""
+        """The connection of its tenant on which it arrived."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class FairQueue(Generic[T]):
 
     def __init__(self, places: Places | None = None) -> None:
         """`places` are taken by waiting items; callers check `left` first."""
-        self._lines: OrderedDict[Hashable, _Line[T]] = OrderedDict()  # the one whose turn it is comes first
+        self._lines: OrderedDict[Hashable, _Line[T]] = OrderedDict()  # the one whose turn it is is first
         self._count = 0
         self._places = places
 
@@ -195,7 +195,7 @@ class Shares:
         return self._of_tenants.total
 
     def may_hold(self, who: Holder, size_bytes: int) -> bool:
-        """Whether a holder may take this many bytes more."""
+        """Whether a holder may have this many more bytes."""
         if self.total_bytes + size_bytes > self._capacity_bytes:
             return not self.total_bytes
         held, tenant = self._held.get(who, 0), who[0]
@@ -216,7 +216,7 @@ class Shares:
         return min(most, left_bytes // size_bytes) or int(self.may_hold(who, size_bytes))
 
     def hold(self, who: Holder, size_bytes: int) -> None:
-        """Note that a holder has taken this much."""
+        """Count this many more bytes of a holder."""
         self._held[who] = self._held.get(who, 0) + size_bytes
         self._of_tenants.take(who[0], size_bytes)
 
@@ -232,10 +232,10 @@ class Shares:
 
 
 class Places:
-    """Something that is held for long, such as connections: each tenant has a part that no other can take.
+    """A resource held for long, such as connections: each tenant has a share that no other can use.
 
-    Half of it is divided among all tenants of the node; of the other half a tenant may take no more than
-    it leaves free. So the last tenant to come finds its own part, and a single tenant has all.
+    Half of it is divided among all tenants of the node; of the other half a tenant may use no more than
+    it leaves free. So a new tenant always finds its own share, and a single tenant has all.
     """
 
     def __init__(self, capacity: int, tenants: Callable[[], int]) -> None:
@@ -249,7 +249,7 @@ class Places:
         self._over = 0  # the sum of what tenants hold beyond that
 
     def left(self, who: Hashable) -> int:
-        """How much more a tenant may take."""
+        """How much more a tenant may have."""
         own, held, free = self.own(), self.held(who), self.capacity - self.total
         tenants = self._parts[1]
         if tenants <= 1:
@@ -272,7 +272,7 @@ class Places:
         return self._own
 
     def take(self, who: Hashable, count: int = 1) -> None:
-        """Note that a tenant has taken this many."""
+        """Count this many more of a tenant."""
         self._change(who, count)
 
     def give_back(self, who: Hashable, count: int = 1) -> None:

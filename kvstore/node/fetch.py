@@ -75,7 +75,7 @@ class Fetch:
 
     @property
     def flow(self) -> int:
-        """The connection of its tenant through which it came."""
+        """The connection of its tenant on which it arrived."""
         return self.connection.number
 
     @property

@@ -1,8 +1,8 @@
 """Fetches: from the drive or the hot memory into a client's region, followed by the acknowledgement.
 
 A fetch is queued (bounded; tenants and connections take turns), then found in the hot memory or waits for its tenant's
-turn at the drive (`kvstore.storage.sends`), is sent, and is over; the piece stays in the hot memory until something
-else needs the room. The C core does the sending: it reads what is not in memory and checks the header
+turn at the drive (`kvstore.storage.sends`), is sent, and ends; the piece stays in the hot memory until something
+else needs the room. The C core does the sending: it reads blocks that are not in memory and checks the header
 (`kvstore.node.readers`), checks the payload's CRC and, only if it matches, writes the bytes followed by the
 acknowledgement word. Python decides beforehand, for many at a time (index entries, turns, memory), and is notified
 afterwards.
@@ -133,7 +133,7 @@ class Fetches:
     ) -> None:
         """Queue fetches of a look-up, its blocks from `first` on, and start those that can start.
 
-        `called`: they came over gRPC.
+        `called`: they arrived over gRPC.
         """
         self._lookings[looking] = connection
         now_ns = self._clock.monotonic_ns()
@@ -190,9 +190,7 @@ class Fetches:
         else:
             connection.cancelled.over_fabric(unknown)
         if sending:
-            self._fabric.cancel(
-                sending
-            )  # exact: the puts it takes back end as cancelled, and the others were sent
+            self._fabric.cancel(sending)  # exact: puts that it withdraws end as cancelled, others were sent
         self.pump()
 
     def _say_cancelled(self, connection: Connection, requests: Iterable[FetchRequest]) -> None:
@@ -450,7 +448,7 @@ class Fetches:
         if puts:
             self._send(puts, now_ns)
             sent = [self._under_way[put.tag] for put in puts]
-            entries = self._store.lookup([fetch.name for fetch in sent])  # a block may be gone by now
+            entries = self._store.lookup([fetch.name for fetch in sent])  # one may have been removed by now
             self._memory.keep(
                 (fetch.piece, fetch.generation, fetch.name, entry)
                 for fetch, entry in zip(sent, entries, strict=True)

@@ -43,6 +43,7 @@ from kvstore.limits import (
 from kvstore.node.connection_guard import source_of
 from kvstore.node.listening import why_not
 from kvstore.node.rates import Rate
+from nic_offload.errors import shown
 from nic_offload.sockaddr import ip_of
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class HttpServer:
 
     def listen(self, host: str, port: int) -> str:
         """Bind the port; returns the address for people. Call it on the node's loop."""
-        # Like gRPC, it takes either wildcard to mean both families.
+        # As in gRPC, either wildcard means both families.
         every = is_wildcard(host) and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
         try:
@@ -222,7 +223,7 @@ class HttpServer:
             try:
                 connection, address = await loop.sock_accept(listener)
             except OSError as error:  # the process has no descriptor left, or the caller has left
-                log.warning("--http could not take a connection: %s", error)
+                log.warning("--http could not accept a connection: %s", error)
                 await asyncio.sleep(HTTP_ACCEPT_AGAIN_MS / 1000)  # a busy loop would stop other work
                 continue
             caller = _Caller(source_of(ip_of(str(address[0]).partition("%")[0])), connection)
@@ -320,7 +321,7 @@ class HttpServer:
         question = Question(self._admit(asked), asked.query)
         page = self._pages.get(asked.path)
         if page is None:
-            raise _Bad(404, "There is no such page.")
+            raise _Bad(404, f"There is no page {shown(asked.path)}.")
         return await page(question)
 
     def _admit(self, asked: _Asked) -> Tenant:

@@ -243,7 +243,7 @@ class InlineBlocks:
             done = self._store.verify_payload(item, batch[0])
             if done.miss is None:
                 name = (item.tenant, item.key)
-                (entry,) = self._store.lookup([name])  # the block may be gone by now
+                (entry,) = self._store.lookup([name])  # the block may have been removed by now
                 self.memory.keep([(piece, done.generation, name, entry)])
                 self.counters.found([done.length], in_memory=False)
                 self.timings.got_from_drive.note(self._clock.monotonic_ns() - began_ns)

@@ -5,7 +5,7 @@ the audit log, with the user on this machine. A rotation continues when its call
 by the end of a process continues when the next one starts. Rotations run one at a time, and wait on threads of their
 own.
 
-What it doesn't do: encrypt what is in the clear (`kvstore.storage.encrypting` does), or accept a tenant's token.
+What it doesn't do: encrypt existing records (`kvstore.storage.encrypting` does), or accept a tenant's token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KV events over ZeroMQ, as vLLM publishes them: blocks that are now stored, and blocks that are gone.
+"""KV events over ZeroMQ, as vLLM publishes them: blocks that are now stored, and blocks that were removed.
 
 A message is `[topic, sequence, batch]`: `kv@` and the tenant in hex; eight bytes, big-endian; and MessagePack of `[time
 in seconds, events, null]`. An event is a map with a `type` or, if configured, an array that begins with it. Recent
@@ -92,7 +92,7 @@ class KvEvents:
         return socket
 
     def blocks(self, rows: NDArray[Any], reason: Reason | None) -> None:
-        """Note blocks, given as rows of the index, that are now stored or, with a reason, gone.
+        """Note blocks, given as rows of the index, that are now stored or, with a reason, removed.
 
         Called on the node's loop.
         """
@@ -109,7 +109,7 @@ class KvEvents:
         os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """Publish what is queued, and stop."""
+        """Publish queued events, and stop."""
         self._closing = True
         os.eventfd_write(self._bell, 1)
         self._thread.join()

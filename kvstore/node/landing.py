@@ -1,6 +1,6 @@
 """Landing slots and their leases: memory that clients write into, and which client may write to a slot until when.
 
-A slot is `[header page | payload | padding to the page's end]`, so the drive can take header and payload in one write
+A slot is `[header page | payload | padding to the page's end]`, so header and payload go to the drive in one write
 from where the payload landed. Each connection has a landing area of its own, with a random key: no client can write
 into another's slots.
 
@@ -39,7 +39,7 @@ _FLAG_BYTES = 8
 
 
 def pages_of(length_bytes: int) -> int:
-    """How many pages a record with such a payload takes, its header page included."""
+    """How many pages a record with such a payload occupies, its header page included."""
     return (HEADER_BYTES + length_bytes + PAGE_BYTES - 1) // PAGE_BYTES
 
 
@@ -141,7 +141,7 @@ class LandedLease(NamedTuple):
 
     @property
     def flow(self) -> int:
-        """The connection of its tenant through which it came."""
+        """The connection of its tenant on which it arrived."""
         return self.connection.number
 
     @property
@@ -167,7 +167,7 @@ class Slots:
         self._to_wipe: dict[int, int] = {}  # the same, for erased blocks
 
     def take(self, count: int) -> list[int]:
-        """Take free slots, all or none; each must be given to `hold` next."""
+        """Reserve free slots, all or none; each must be passed to `hold` next."""
         if count > len(self._free):
             raise Overloaded(
                 f"The connection has {len(self._free)} of {self.count} landing slots free and {count} were"
@@ -176,7 +176,7 @@ class Slots:
         return [self._free.pop() for _ in range(count)]
 
     def hold(self, lease: Lease) -> None:
-        """Add a lease of a taken slot."""
+        """Add a lease of a reserved slot."""
         assert lease.generation not in self._leases
         self._leases[lease.generation] = lease
         self._left[lease.slot] = max(lease.length, self._left.get(lease.slot, 0))

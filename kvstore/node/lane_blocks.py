@@ -1,8 +1,8 @@
 """Blocks that lanes have written before anything in Python knew them: thousands a second, as columns of an array.
 
-A lane reports a block together with the end of its record. If nobody has asked for the block before, and nothing about
+A lane reports a block together with the end of its record. If the block was not requested before, and nothing about
 it is unusual, it goes into the index, the hot memory and the counts with all others of its batch; no object is made of
-it. `take` refuses a batch in which any block needs more than that; `granted_puts` takes it block by block.
+it. `take` refuses a batch in which any block needs more than that; `granted_puts` processes it block by block.
 
 Always holds: blocks that `take` has accepted are in the index, or their drive has failed; their memory is the hot copy,
 in the step in which they are in the index.
@@ -71,7 +71,7 @@ def are_plain(rows: NDArray[Any]) -> bool:
 
 
 class LaneBlocks:
-    """Takes plain batches of a node's lanes."""
+    """Processes plain batches of a node's lanes."""
 
     def __init__(self, node: Node, areas: Mapping[int, PutArea], lent: LaneQuotas) -> None:
         """`areas` has the areas of all connections, by number."""

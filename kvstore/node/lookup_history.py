@@ -1,7 +1,7 @@
-"""The history of look-ups and their outcomes: bounded, in memory and in a log beside the drives.
+"""The history of look-ups and their outcomes: bounded, in memory and in a log in the data folder.
 
 What always holds: at most `LOOKUPS_MAX` look-ups and `LOOKUPS_BYTES_MAX`; the oldest of the tenant that has the most
-make room. A tenant's look-ups are found under its own name only. A look-up is recorded once, when it is over, as one
+make room. A tenant's look-ups are found under its own name only. A look-up is recorded once, when it ends, as one
 note whatever the number of its blocks; it contains no key. Nothing that a caller reports here ends a call.
 What it doesn't do: wait for the disk (`lookup_log`), or decide anything.
 """
@@ -126,7 +126,7 @@ class Lookups:
         return self._leases_over.get((tenant, key), 0)
 
     def record(self, tenant: bytes, session: bytes, lookup: Lookup) -> None:
-        """Record a look-up that is over."""
+        """Record a look-up that has ended."""
         message = lookup_message(lookup).SerializeToString()
         kept = Kept(tenant, session, lookup.request_id.encode(), message)
         self._keep(kept)
@@ -190,6 +190,6 @@ class Lookups:
         )
 
     def close(self) -> None:
-        """Write what is queued."""
+        """Write queued look-ups."""
         if self._on_disk is not None:
             self._on_disk.close()

@@ -134,7 +134,7 @@ class LookupLog(Handle):
             self._wake.notify()
 
     def close(self) -> None:
-        """Write what is queued, and stop, with a deadline for a stuck disk."""
+        """Write queued frames, and stop, with a deadline for a stuck disk."""
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -1,8 +1,8 @@
 """The node's metrics for Prometheus: each with its help and labels, in one place.
 
 What always holds: names end in their unit, and counters in `_total`. Labels have few values: reasons, calls, statuses
-and drives are few, tenants are those of the node's file, and no user, session or key is one. Values are taken on the
-node's thread, from existing counters, and formatted on another.
+and drives are few, tenants are those of the node's file, and no user, session or key is one. Values are collected on
+the node's thread, from existing counters, and formatted on another.
 What it doesn't do: take a lock that is used in moving a block.
 """
 
@@ -43,7 +43,7 @@ _NS: Final = 1_000_000_000
 
 
 class _Gathered:
-    """Metrics taken at one moment, for a registry that formats them as text."""
+    """Metrics collected at one moment, for a registry that formats them as text."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = metrics

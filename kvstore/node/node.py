@@ -1,6 +1,6 @@
 """The node: connections, the store and the fabric, joined by one thread of control.
 
-It takes a put from its lease to its last acknowledgement, and passes fetches and inline blocks to their own modules.
+It handles a put from its lease to its last acknowledgement, and passes fetches and inline blocks to their own modules.
 Everything here runs in the asyncio loop's thread; bytes are moved by the C core and by io_uring, which report through
 two eventfds that the loop watches.
 
@@ -124,7 +124,7 @@ class Node:
         self._numbers = itertools.count(1)
         # Tags of fetches and generations of leases: one sequence from a random start, so that no old word fits.
         self._tags = itertools.count(secrets.randbits(48) + 1)
-        self._leased = LeaseTable(tenants_known)  # until the drive is done or the lease is over
+        self._leased = LeaseTable(tenants_known)  # until the drive is done or the lease has ended
         self._due: FairQueue[LandedLease] = FairQueue()  # to be stored
         self._goes_on = False  # that continues in the loop's next round
         self.freed = asyncio.Event()  # set when memory that outlived its connection is freed

@@ -3,7 +3,7 @@
 Imported only with `--otel`. What always holds: a span without a sampled parent is never made. A collector that is slow
 or down costs only spans: beyond `SPANS_QUEUED_MAX` the oldest are dropped, the beginning and the end of that are
 logged, and a stopping node waits for the collector for a limited time.
-What it doesn't do: have settings of its own. The SDK takes its usual ones from the environment, such as
+What it doesn't do: have settings of its own. The SDK reads its usual ones from the environment, such as
 `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_EXPORTER_OTLP_CERTIFICATE` and `OTEL_RESOURCE_ATTRIBUTES`.
 """
 
@@ -72,7 +72,7 @@ class Collector:
         self.spans = NodeSpans(self._provider, clock)
 
     def close(self) -> None:
-        """Send what is queued, for a limited time."""
+        """Send queued spans, for a limited time."""
         sending = threading.Thread(target=self._provider.shutdown, name="kvstore-otel", daemon=True)
         sending.start()
         sending.join(SPANS_STOP_MS / 1000)

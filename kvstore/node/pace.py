@@ -1,7 +1,7 @@
 """Something that is done soon after it is asked for, and not more often than every so many milliseconds.
 
 What always holds: it is done after each request: at once if it was not done a moment ago, otherwise once for all
-requests that come in the meantime. Nothing is done after `end`.
+requests that arrive in the meantime. Nothing is done after `end`.
 """
 
 from __future__ import annotations

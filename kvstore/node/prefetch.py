@@ -225,7 +225,7 @@ class Prefetches:
                 kept.append((piece, done.generation, (one.tenant, one.key)))
                 one.asked.came(one)
             one.asked.end_if_over()
-        entries = self._store.lookup([name for _, _, name in kept])  # a block may be gone by now
+        entries = self._store.lookup([name for _, _, name in kept])  # a block may have been removed by now
         self._memory.keep((*one, entry) for one, entry in zip(kept, entries, strict=True))
         self._memory.pages.release_all(pieces)
         self.pump()

@@ -1,6 +1,6 @@
 """Where one client's puts by grants arrive: its slots, the rooms for blocks that arrive there, and landed blocks.
 
-What always holds: a room is in `rooms` until its block has arrived or it is taken back; until then its piece of hot
+What always holds: a room is in `rooms` until its block has arrived or it is withdrawn; until then its piece of hot
 memory has one user. When `close` returns, nothing is written into the slots any more.
 """
 
@@ -98,9 +98,9 @@ class PutArea:
         self.rooms: set[Piece] = set()
         self.unheard: list[Landed] = []  # not passed to the store yet
         self.target = ROOMS_MIN  # rooms that it should have
-        self.least_pages = 0  # of a room that was given since all were last taken back
+        self.least_pages = 0  # of a room that was granted since all were last withdrawn
         self.idle_ticks = 0
-        self.is_limited = False  # lanes take only as many pages as were lent: these,
+        self.is_limited = False  # lanes accept only as many pages as were granted: these,
         self.lent_pages = 0  # including those of blocks not reported yet
         self.area = self._area(self._region.address)
         acks = connection.acks

@@ -2,8 +2,8 @@
 
 A receiver asks for rooms of the size of its client's blocks. A client that puts much gets more of them.
 
-What always holds: a room is its area's, and counts against its tenant's share of hot memory, until its block was taken
-or it is taken back.
+What always holds: a room is its area's, and counts against its tenant's share of hot memory, until its block was
+processed or it is withdrawn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PutRooms:
         self.hungry: set[PutArea] = set()  # areas that wait for memory
 
     def empty(self, area: PutArea) -> None:
-        """Take back rooms that a receiver doesn't need now."""
+        """Withdraw rooms that a receiver doesn't need now."""
         area.least_pages = 0
         pieces = [Piece(number) for number in area.receiver.rooms()]
         if pieces:

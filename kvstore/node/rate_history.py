@@ -21,7 +21,7 @@ FIELDS = ("uptime_ms", "put_bytes", "got_bytes", "puts", "hits", "misses", "fail
 
 
 class History:
-    """The history of a node's rates. The first point is taken at once, on the running loop."""
+    """The history of a node's rates. The first point is recorded at once, on the running loop."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

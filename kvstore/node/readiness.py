@@ -78,7 +78,7 @@ def _read_through(fabric: Fabric, opened: Opened, ip: Ip) -> None:
         if not came or arrived[:_WORD_BYTES] != word:
             raise FabricError(
                 f"The node can't reach itself at its fabric address {SocketAddress.of(opened.told)}: is that address"
-                " this machine's, and are its ports open (--fabric-address, --fabric-ports; docs/operating.md)?"
+                " this machine's, and are its ports open (--fabric-address, --fabric-ports)?"
             )
 
 

@@ -380,7 +380,7 @@ async def _become_ready(node: Node, health: Health, address: str, stop: asyncio.
         else:
             readiness.why = ""
             await health.begin(ready=True)
-            print(f"ready {address}", flush=True)  # noqa: T201 - whoever starts the node waits for this line
+            print(f"ready {address}", flush=True)  # noqa: T201 - the process that starts the node waits for this line
             return
 
 

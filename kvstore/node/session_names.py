@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from kvstore.errors import ProtocolError
+from kvstore.errors import NoSession, ProtocolError
 from kvstore.limits import SESSION_LABEL_BYTES_MAX
 from kvstore.names import session_name, user_name
 from kvstore.storage.manifests import SessionName
+from nic_offload.errors import shown
 
-__all__ = ["check_text", "name_of"]
+__all__ = ["check_text", "name_of", "no_session"]
 
 
 def name_of(tenant: bytes, user: str, session: str) -> SessionName:
@@ -16,6 +17,11 @@ def name_of(tenant: bytes, user: str, session: str) -> SessionName:
     check_text("session", session)
     named = user_name(tenant, user)
     return SessionName(tenant, named, session_name(named, session))
+
+
+def no_session(user: str, session: str) -> NoSession:
+    """The error of a call for a session that doesn't exist."""
+    return NoSession(f"The user {shown(user)} has no session {shown(session)}.")
 
 
 def check_text(what: str, text: str) -> None:

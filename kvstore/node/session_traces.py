@@ -46,10 +46,10 @@ _TOGETHER_NS = PUTS_TOGETHER_MS * _NS_PER_MS
 
 
 class TakesFlags(Protocol):
-    """A row of puts that takes the flags that fired it."""
+    """A row of puts that receives the flags that fired it."""
 
     def take_flag(self, at_ns: int, blocks: int) -> bool:
-        """Take a client's report of a flag that fired `blocks` blocks; returns whether they belong to this row."""
+        """Process a client's report of a flag that fired `blocks` blocks; returns whether they belong to this row."""
         ...
 
 
@@ -132,7 +132,7 @@ class SeenGet:
         self._hot += 1
 
     def read(self, size_bytes: int) -> None:
-        """Count a block that came from the drive."""
+        """Count a block that was read from the drive."""
         self._read_ns = self._clock.monotonic_ns()
         self._read_first_ns = self._read_first_ns or self._read_ns
         self._reads += 1

@@ -30,7 +30,7 @@ from kvstore.lookups import Kind, Outcome
 from kvstore.names import user_name
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
 from kvstore.node.connection import check_count
-from kvstore.node.session_names import check_text, name_of
+from kvstore.node.session_names import check_text, name_of, no_session
 from kvstore.steps import Step
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.wire import sessions_pb2 as pb
@@ -63,7 +63,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.AppendSessionRequest, context: Context
     ) -> pb.AppendSessionResponse:
         """Name blocks as a turn."""
-        async with refusals(context, self._node.counters):
+        async with self._refusals(context, request.name):
             tenant = self._enter("append session", context, request.name, len(request.keys))
             check_count(len(request.keys), SESSION_BLOCKS_MAX)
             item = SessionItem(
@@ -94,7 +94,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Context) -> pb.GetSessionResponse:  # noqa: N802
         """Return what a session consists of."""
-        async with refusals(context, self._node.counters):
+        async with self._refusals(context, request.name):
             tenant = self._enter("get session", context, request.name)
             name = _name(tenant, request.name)
             looking = self._node.lookups.begin(context, tenant.id, Kind.SESSION, 0, name)
@@ -161,7 +161,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     async def ForkSession(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:  # noqa: N802
         """Make a session of another one's first blocks."""
-        async with refusals(context, self._node.counters):
+        async with self._refusals(context, request.source):
             tenant = self._enter("fork session", context, request.source)
             if request.name.tenant != request.source.tenant:
                 raise ProtocolError("A session and its fork are of one tenant.")
@@ -189,7 +189,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.TruncateSessionRequest, context: Context
     ) -> pb.TruncateSessionResponse:
         """Truncate a session to its first blocks."""
-        async with refusals(context, self._node.counters):
+        async with self._refusals(context, request.name):
             tenant = self._enter("truncate session", context, request.name)
             name = _name(tenant, request.name)
             item = SessionItem(
@@ -208,7 +208,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.RemoveSessionRequest, context: Context
     ) -> pb.RemoveSessionResponse:
         """Forget a session."""
-        async with refusals(context, self._node.counters):
+        async with self._refusals(context, request.name):
             tenant = self._enter("remove session", context, request.name)
             name = _name(tenant, request.name)
             item = SessionItem(
@@ -236,7 +236,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.LimitSessionRequest, context: Context
     ) -> pb.LimitSessionResponse:
         """Set when a session expires."""
-        async with refusals(context, self._node.counters):
+        async with self._refusals(context, request.name):
             tenant = self._enter("limit session", context, request.name)
             name, ends_ms = _name(tenant, request.name), self._ends_ms(request.time_to_live_ms)
             item = SessionItem(name, SessionStep.LIMIT, kept_durability_of(request.durability), 0)
@@ -249,7 +249,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.ProtectSessionRequest, context: Context
     ) -> pb.ProtectSessionResponse:
         """Keep a session's first blocks from being evicted."""
-        async with refusals(context, self._node.counters):
+        async with self._refusals(context, request.name):
             tenant = self._enter("protect session", context, request.name)
             name = _name(tenant, request.name)
             blocks = request.blocks or SESSION_BLOCKS_MAX
@@ -273,7 +273,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.UnprotectSessionRequest, context: Context
     ) -> pb.UnprotectSessionResponse:
         """Remove the protection of a session's blocks."""
-        async with refusals(context, self._node.counters):
+        async with self._refusals(context, request.name):
             tenant = self._enter("unprotect session", context, request.name)
             name = _name(tenant, request.name)
             async with self._ordered(tenant, request.name) as epoch:
@@ -287,7 +287,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self, request: pb.PrefetchSessionRequest, context: Context
     ) -> pb.PrefetchSessionResponse:
         """Begin to read a session's first blocks into memory."""
-        async with refusals(context, self._node.counters):
+        async with self._refusals(context, request.name):
             tenant = self._enter("prefetch session", context, request.name)
             name = _name(tenant, request.name)
             async with (
@@ -309,6 +309,15 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 asked = self._node.prefetches.queue(wish)
             return pb.PrefetchSessionResponse(blocks=asked.blocks)
         raise AssertionError
+
+    @asynccontextmanager
+    async def _refusals(self, context: Context, name: pb.SessionName) -> AsyncIterator[None]:
+        """As `refusals`, and names the session if it doesn't exist: the store has only digests of names."""
+        async with refusals(context, self._node.counters):
+            try:
+                yield
+            except NoSession:
+                raise no_session(name.user, name.session) from None
 
     def _enter(self, what: str, context: Context, name: pb.SessionName, requests: int = 1) -> Tenant:
         tenant = self._gate.enter(what, context, name.tenant, requests)
@@ -369,7 +378,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         raise AssertionError
 
     async def _keys(self, tenant: Tenant, request: pb.AppendSessionRequest) -> list[bytes]:
-        """Take the keys out of a message; many of them over several turns."""
+        """Copy the keys of a message; many of them over several turns."""
         keys: list[bytes] = []
         if len(request.keys) <= SESSION_STEP_BLOCKS:
             check_keys(request.keys, SESSION_STEP_BLOCKS)
@@ -386,7 +395,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     def _stored(self, name: SessionName, epoch: int | None) -> Stored:
         stored = self._node.store.manifests.get(name)
         if stored is None or stored.is_over(self._node.clock.wall_ms(), epoch):
-            raise NoSession("There is no such session.")
+            raise NoSession("There is no such session.")  # `_refusals` names it
         return stored
 
     def _ends_ms(self, time_to_live_ms: int) -> int:

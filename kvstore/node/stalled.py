@@ -48,7 +48,9 @@ class Stalled:
                     "The fabric's connection broke. The client is detached.", extra=connection.about()
                 )
             elif connection.endpoint.stalled_ns > STALLED_MS * _NS:
-                log.warning("The client takes nothing. The connection is closed.", extra=connection.about())
+                log.warning(
+                    "The client accepts no writes. The connection is closed.", extra=connection.about()
+                )
             else:
                 continue
             self._detach(connection)

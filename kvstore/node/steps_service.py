@@ -1,7 +1,7 @@
 """The service Steps: prefetches for a request that has arrived, and the recorded events of a session.
 
 What always holds: a call sees only sessions and blocks of its caller's tenant; a prefetch is answered within
-`RPC_TIMEOUT_MS`, with what is in memory by then.
+`RPC_TIMEOUT_MS`, with the blocks that are in memory by then.
 What it doesn't do: use the drive while a fetch waits for it (`prefetch`), or keep a trace beyond the process
 (`session_traces`).
 """
@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from kvstore.errors import NoSession
 from kvstore.limits import RPC_TIMEOUT_MS, TURN_STEP_BLOCKS
 from kvstore.node.calls import check_keys, miss_message, refusals
-from kvstore.node.session_names import name_of
+from kvstore.node.session_names import name_of, no_session
 from kvstore.steps import Step
 from kvstore.wire import steps_pb2 as pb
 from kvstore.wire import steps_pb2_grpc
@@ -98,7 +97,7 @@ class StepsService(steps_pb2_grpc.StepsServicer):
             name = name_of(tenant.id, request.name.user, request.name.session)
             trace = self._node.traces.find(name)
             if trace is None and self._node.store.manifests.get(name) is None:
-                raise NoSession("There is no such session.")
+                raise no_session(request.name.user, request.name.session)
             answer = pb.GetTraceResponse(now_unix_ms=self._node.clock.wall_ms())
             now_ns = self._node.clock.monotonic_ns()
             for seen in () if trace is None else trace.in_order():

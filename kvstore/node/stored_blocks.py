@@ -1,8 +1,8 @@
 """Which blocks a get would find, for look-ups over gRPC and over the fabric. Nothing is read from a drive.
 
-What always holds: an answer says what a get would have found at that moment, except for a record that fails its
-checks; a block that is not stored comes with the reason, as far as the node remembers it. A look-up is no use of a
-block.
+What always holds: an answer reports what a get would have found at that moment, except for a record that fails its
+checks; a block that is not stored is reported with the reason, as far as the node remembers it. A look-up is not a use
+of a block.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ checked, and acts for that tenant and no other. The file (TOML):
     tokens_sha256 = ["9f86d0..."]        # `kvstore token` makes one; several while one replaces the other
     certificates = ["engine-1.acme"]     # names of hosts in client certificates (SAN dNSName; without any SAN, the CN)
     requests_per_s = 100_000             # blocks named, and at least one a call; 0 (the default) is no limit
-    bytes = 500_000_000_000              # what its blocks may take on the drives; 0 (the default) is no limit
+    bytes = 500_000_000_000              # its blocks' maximum on the drives; 0 (the default) is no limit
     observer = true                      # at --http it sees all tenants' figures and sessions, and not only its own
     replicas = 2                         # on how many nodes of a cluster its blocks are kept (docs/cluster.md)
 

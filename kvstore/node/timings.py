@@ -105,12 +105,12 @@ class PutSeen:
         self.kept_ns = max(self.kept_ns, at_ns)
 
     def take_flags(self, times_ns: Iterable[int]) -> None:
-        """Take flags of one block each; one store may have fired many."""
+        """Match flags of one block each; one store may have fired many."""
         for at_ns, blocks in Counter(times_ns).items():
             self.take_flag(at_ns, blocks)
 
     def take_flag(self, at_ns: int, blocks: int) -> bool:
-        """Take a flag that fired `blocks` blocks, if ours landed soon after it and have no flag yet."""
+        """Match a flag that fired `blocks` blocks, if ours landed soon after it and have no flag yet."""
         if self.flagged >= self.blocks or not 0 <= self.landed_ns - at_ns < _FLIGHT_NS:
             return False
         self.flagged += blocks

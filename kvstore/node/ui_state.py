@@ -182,7 +182,7 @@ def trace(node: Node, tenant: bytes, session: bytes) -> dict[str, Any]:
     user_end = TENANT_BYTES + USER_BYTES
     name = SessionName(session[:TENANT_BYTES], session[TENANT_BYTES:user_end], session[user_end:])
     if tenant not in (b"", name.tenant):
-        raise ProtocolError("There is no such session.")
+        raise ProtocolError(f"Your tenant has no session with the id {session.hex()}.")
     found = node.traces.find(name)
     seen = [] if found is None else found.in_order()
     now_ns = node.clock.monotonic_ns()

@@ -356,13 +356,13 @@ class Upkeep:
             except (grpc.aio.AioRpcError, KvError, _Changed, _Unexpected) as error:
                 log.debug("A block was not copied to %s: %r", peer, error)
                 return
-        self.found.one_copy -= 1  # it was copied, or is gone here
+        self.found.one_copy -= 1  # it was copied, or removed here
         if kept:
             self.copied_blocks += 1
             self.copied_bytes += block.entry.length
 
     async def _sent(self, peer: str, ticket: int, block: Block) -> bool:
-        """Read a block, check it and send it; False if it is gone here."""
+        """Read a block, check it and send it; False if it was removed here."""
         inline, entry, (tenant, key) = self._node.inline, block.entry, block.name
         who = UPKEEP, ""
         piece = inline.take(who, entry.length)

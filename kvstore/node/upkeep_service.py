@@ -96,7 +96,7 @@ class Waited:
                 self._drop(name, one)
 
     def take(self, name: Name, ticket: int) -> None:
-        """Take a block whose bytes have arrived; _Unwelcome if it is not expected."""
+        """Store a block whose bytes have arrived; _Unwelcome if it is not expected."""
         one = self._by_name.get(name)
         if one is None or one.ticket != ticket:
             raise _Unwelcome("The node does not expect the block.")

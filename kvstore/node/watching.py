@@ -91,7 +91,7 @@ class Watchers:
                 del self._of_tenant[tenant]
 
     def blocks(self, rows: NDArray[Any], reason: Reason | None) -> None:
-        """Note blocks, given as rows of the index, that are now stored or, with a reason, gone."""
+        """Note blocks, given as rows of the index, that are now stored or, with a reason, removed."""
         if not self._of_tenant:
             return
         names, now_ms = names_of(rows), self._clock.wall_ms()

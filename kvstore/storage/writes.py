@@ -493,7 +493,7 @@ class _Sync:
 
 def _refuse_unless_it_waits(record: RecordWrite) -> None:
     if not record.waits_for_room:
-        raise NoSpace("There is no room for it now.")
+        raise NoSpace(f"The drive has no room for a record of {record.size_bytes} bytes now.")
 
 
 def write_error(result: int) -> StorageError:

@@ -27,7 +27,7 @@ def _from(values: list[float], log: list[str], name: str) -> Callable[[], float]
 
 
 def test_the_ratio_is_the_median_of_pairs_not_the_ratio_of_medians(tmp_path: Path) -> None:
-    """The machine halves its speed midway: pairs agree on 0.5, medians of one side alone would not."""
+    """The machine's speed halves midway: pairs agree on 0.5, medians of one side alone would not."""
     log: list[str] = []
     candidate = _from([10.0, 9.0, 2.5, 2.0, 2.0], log, "a")
     ceiling = _from([20.0, 18.0, 5.0, 4.0, 8.0], log, "b")
@@ -35,13 +35,13 @@ def test_the_ratio_is_the_median_of_pairs_not_the_ratio_of_medians(tmp_path: Pat
     assert point == Point("copy", 2.5, "GB/s", 8.0, 0.5, 0.5, True)
 
 
-def test_candidate_and_ceiling_take_turns_and_the_order_alternates(tmp_path: Path) -> None:
+def test_candidate_and_ceiling_alternate_and_so_does_their_order(tmp_path: Path) -> None:
     log: list[str] = []
     Form("x", tmp_path).compare("m", "s", _from([1.0] * 5, log, "a"), _from([1.0] * 5, log, "b"))
     assert "".join(log) == "ab" + "ab" + "ba" + "ab" + "ba" + "ab"
 
 
-def test_pairs_that_were_measured_elsewhere_are_judged_alike() -> None:
+def test_pairs_measured_elsewhere_are_judged_alike() -> None:
     point = Form("x").pairs("copy", "GB/s", [1.0, 8.0, 3.0], [2.0, 4.0, 6.0], goal=0.6)
     assert point == Point("copy", 3.0, "GB/s", 4.0, 0.5, 0.6, ok=False)
 
@@ -51,7 +51,7 @@ def test_fewer_than_five_pairs_are_refused(tmp_path: Path) -> None:
         Form("x", tmp_path).compare("m", "s", lambda: 1.0, lambda: 1.0, pairs=4)
 
 
-def test_a_ceiling_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_ceiling_of_zero_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="above 0"):
         Form("x", tmp_path).compare("m", "s", lambda: 1.0, lambda: 0.0)
 
@@ -60,7 +60,7 @@ def test_a_ceiling_of_nothing_is_refused(tmp_path: Path) -> None:
     ("goal", "lower_is_better", "ok"),
     [(None, False, None), (1.9, False, True), (2.1, False, False), (2.1, True, True), (1.9, True, False)],
 )
-def test_a_goal_is_met_or_not_or_not_there(goal: float, ok: object, *, lower_is_better: bool) -> None:
+def test_a_goal_is_met_missed_or_absent(goal: float, ok: object, *, lower_is_better: bool) -> None:
     form = Form("x")
     assert form.note("m", 2.0, "us", goal=goal, lower_is_better=lower_is_better).ok is ok
     assert (
@@ -82,7 +82,7 @@ def test_seconds_come_from_the_clock_and_are_never_zero(tmp_path: Path) -> None:
     assert form.seconds(lambda: None) == pytest.approx(1e-9)
 
 
-def test_the_file_is_a_plain_list_with_the_machine_beside_it(tmp_path: Path) -> None:
+def test_the_file_is_a_plain_list_with_the_machine(tmp_path: Path) -> None:
     form = Form("copy", tmp_path / "build")
     form.note("m", 1.5, "GB/s", goal=1)
     path = form.write({"cpu": "abacus"})

@@ -65,7 +65,7 @@ def test_every_part_gives_its_points_and_they_can_be_fitted(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_simulator_reads_what_the_command_says(tmp_path: Path) -> None:
+def test_the_simulator_reads_the_commands_output(tmp_path: Path) -> None:
     """As `kvsim calibrate run` does it: another process, one part."""
     measured = _kvstore_bench(["memory"], tmp_path)
     assert {one.part for one in measured.samples} == {"memory"}
@@ -73,7 +73,7 @@ def test_the_simulator_reads_what_the_command_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_person_gets_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_people_get_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "memory", "--data", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["part", "what"]
@@ -98,7 +98,7 @@ def test_ctrl_c_ends_a_part_and_leaves_nothing(part: str, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cold_gets_come_from_the_drive_and_hot_ones_from_memory(tmp_path: Path) -> None:
+def test_cold_gets_are_read_from_the_drive_and_hot_ones_from_memory(tmp_path: Path) -> None:
     with (
         NodeInProcess(tmp_path / "node", 1 << 30, hot_bytes=HOT_BYTES_MIN) as node,
         Client(node.target, slots=16, block_bytes_max=MIB) as client,

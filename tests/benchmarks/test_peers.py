@@ -64,7 +64,7 @@ def test_a_whole_run_gives_every_goal_its_line(monkeypatch: pytest.MonkeyPatch, 
 
 
 @needs_redis
-def test_a_value_that_redis_lost_is_an_error_and_no_time(tmp_path: Path) -> None:
+def test_a_value_lost_by_redis_is_an_error_and_not_a_time(tmp_path: Path) -> None:
     with Redis(tmp_path / "redis", "nothing kept") as server, server.client() as client:
         client.ask("open", 32 * KIB, 4)
         timed = client.timed("put", "one", "landed", 2, 1, 2)
@@ -78,7 +78,7 @@ def test_a_value_that_redis_lost_is_an_error_and_no_time(tmp_path: Path) -> None
             client.timed("get", "one", 2, 1)
 
 
-def test_a_block_that_our_node_lacks_is_an_error_and_no_time(tmp_path: Path) -> None:
+def test_a_block_missing_on_our_node_is_an_error_and_not_a_time(tmp_path: Path) -> None:
     with (
         NodeProcess(tmp_path / "node", capacity="64MiB") as node,
         Worker([sys.executable, "-m", "benchmarks.peers.ours", node.target]) as client,
@@ -94,7 +94,7 @@ def test_a_block_that_our_node_lacks_is_an_error_and_no_time(tmp_path: Path) -> 
             client.timed("get", "gone", 2, 1)
 
 
-def test_a_cell_is_medians_of_rounds_and_quantiles_of_calls() -> None:
+def test_a_cell_has_medians_of_rounds_and_quantiles_of_calls() -> None:
     cell = cells.Cell()
     for calls_ns in ([1000, 2000], [3000, 94_000], [4000, 6000]):
         cell.took(1000, Timed(0, sum(calls_ns), 500, calls_ns), 2000)
@@ -120,7 +120,7 @@ def test_the_table_has_a_line_for_each_contender() -> None:
     ]
 
 
-def test_waiting_for_a_server_lasts_until_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_waits_until_a_server_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     spent = iter([0, 9_000_000, 12_000_000, 12_100_000, 99_000_000])
     monkeypatch.setattr(client_process, "cpu_ns", lambda _: next(spent))
     assert client_process.settled_cpu_ns(1) == 12_100_000

@@ -8,7 +8,7 @@ from tests.cassini.suite import passes_on_cassini
 
 
 @pytest.mark.timeout(270)
-def test_puts_gets_and_flags_hold_without_any_order_of_writes() -> None:
+def test_puts_gets_and_flags_work_without_any_order_of_writes() -> None:
     passes_on_cassini(
         "tests/client/test_put_get.py",
         "tests/client/test_failing_writes.py",

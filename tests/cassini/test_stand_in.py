@@ -38,7 +38,7 @@ def test_nic_offload_finds_cxi_and_nothing_else() -> None:
     assert done.stdout.splitlines() == ["cxi True True", "cxi"]
 
 
-def test_processes_that_build_at_once_get_the_same_whole_file(tmp_path: Path) -> None:
+def test_concurrent_builds_all_get_the_same_complete_file(tmp_path: Path) -> None:
     code = f"from pathlib import Path; from tests.cassini.build import build; print(build(Path({str(tmp_path)!r})))"
     command = [sys.executable, "-c", code]
 
@@ -53,7 +53,7 @@ def test_processes_that_build_at_once_get_the_same_whole_file(tmp_path: Path) ->
         assert set(pool.map(run, range(3))) == {str(tmp_path / "libcassini.so")}
 
 
-def test_it_is_compiled_again_only_when_something_is_newer(tmp_path: Path) -> None:
+def test_it_is_compiled_again_only_when_an_input_is_newer(tmp_path: Path) -> None:
     library = build(tmp_path)
     first = library.stat().st_mtime_ns
     assert build(tmp_path).stat().st_mtime_ns == first
@@ -62,7 +62,7 @@ def test_it_is_compiled_again_only_when_something_is_newer(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["libcassini.so", "libcassini.so.lock"]
 
 
-def test_the_build_lies_where_git_does_not_look() -> None:
+def test_the_build_is_in_a_folder_ignored_by_git() -> None:
     assert builder.FOLDER == ROOT / "build" / "cassini"
     ignored = (ROOT / ".gitignore").read_text().splitlines()
     assert "/build/" in ignored

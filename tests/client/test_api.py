@@ -85,7 +85,7 @@ def shell(shared_node: NodeProcess) -> Iterator[Shell]:
     shell.close()
 
 
-def test_the_program_to_copy_runs(shell: Shell) -> None:
+def test_the_program_in_the_example_runs(shell: Shell) -> None:
     shell.run(kvstore.client.__doc__, {}, "kvstore.client")
 
 
@@ -110,7 +110,7 @@ def test_the_example_of_each_function_runs_as_printed(shell: Shell, function: Ca
     shell.run(function.__doc__, shell.names_of("Client"), function.__name__)
 
 
-def test_all_that_a_client_can_do_stands_in_its_class(shared_node: NodeProcess) -> None:
+def test_all_operations_of_a_client_are_methods_of_its_class(shared_node: NodeProcess) -> None:
     with small_client(shared_node.target) as client:
         grafted = [name for name in vars(client) if not name.startswith("_")]
     assert grafted == []
@@ -146,7 +146,7 @@ def test_all_that_a_client_can_do_stands_in_its_class(shared_node: NodeProcess) 
     ],
 )
 @pytest.mark.parametrize("was_used", [True, False])
-def test_a_client_that_is_closed_says_so(
+def test_calls_on_a_closed_client_raise_closed(
     shared_node: NodeProcess, call: Callable[[Client, Block], object], *, was_used: bool
 ) -> None:
     with small_client(shared_node.target) as client:
@@ -162,7 +162,7 @@ def test_a_client_that_is_closed_says_so(
     client.close()  # once more is nothing
 
 
-def test_a_callers_mistake_is_no_failure_of_a_drive_or_a_peer() -> None:
+def test_a_usage_error_is_not_a_failure_of_a_drive_or_a_peer() -> None:
     for kind in UsageError.__subclasses__():
         assert not issubclass(kind, StorageError)
     assert {one.__name__ for one in UsageError.__subclasses__()} == {

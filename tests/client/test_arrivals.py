@@ -130,10 +130,10 @@ def rig(here: NodeInProcess) -> Iterator[ArrivalsRig]:
     rig.close()
 
 
-def test_kv_that_was_prefetched_while_the_user_thought_is_resumed_without_the_drive(
+def test_kv_prefetched_during_think_time_is_resumed_without_reading_the_drive(
     here: NodeInProcess, rig: ArrivalsRig
 ) -> None:
-    """Think time > fetch time: no stall. The think time is as long as the prefetch takes; no clock is asked."""
+    """Nothing stalls if thinking takes longer than the fetch. The test waits for the prefetch, not for a clock."""
     count = RESUME_BATCH_BLOCKS + 20
     rig.store("ada", 0, count)
     rig.store("ada", 500, 503, context="another chat")
@@ -166,8 +166,8 @@ def test_without_a_prefetch_the_same_bytes_come_from_the_drive(rig: ArrivalsRig)
     assert (read.blocks, read.size_bytes) == (30, 30 * SIZE)
 
 
-def test_a_request_that_comes_while_the_prefetch_runs_is_whole_all_the_same(rig: ArrivalsRig) -> None:
-    """What is being read ahead counts as asked for, and has to be asked for again, into memory."""
+def test_a_request_that_arrives_during_the_prefetch_is_complete(rig: ArrivalsRig) -> None:
+    """Blocks being prefetched count as requested, and must be requested again into memory."""
     rig.store("ada", 0, 200)
     for _ in range(3):
         rig.memory[:] = b"\xdd" * len(rig.memory)
@@ -192,7 +192,7 @@ def test_a_spoofed_five_tuple_is_denied_and_the_node_is_not_asked(rig: ArrivalsR
 
 def test_an_unknown_user_is_a_miss_with_its_reason(rig: ArrivalsRig) -> None:
     nobody = rig.arrivals.arrived(request("dora"), rig.place, timeout_s=WAIT_S)
-    assert nobody.whole().miss == Miss(MissReason.UNKNOWN, "There is no such session.")
+    assert nobody.whole().miss == Miss(MissReason.UNKNOWN, "The user 'dora' has no session 'chat'.")
     ahead = rig.arrivals.arrived(request("dora"))
     assert ahead.miss == Miss(MissReason.UNKNOWN, "This user is unknown.")
     nothing = rig.arrivals.arrived(request("eve", tenant="theta"))
@@ -202,7 +202,7 @@ def test_an_unknown_user_is_a_miss_with_its_reason(rig: ArrivalsRig) -> None:
     assert rig.arrivals.statistics().missed == 2
 
 
-def test_another_process_finds_out_from_the_node_what_a_user_has(
+def test_another_process_learns_from_the_node_which_blocks_a_user_has(
     here: NodeInProcess, rig: ArrivalsRig
 ) -> None:
     rig.store("bob", 0, 5)
@@ -222,7 +222,7 @@ def test_another_process_finds_out_from_the_node_what_a_user_has(
 
 
 def test_the_catalogue_follows_every_transfer(rig: ArrivalsRig) -> None:
-    """N puts are N updates; a block that a get misses leaves; what is put again is there again."""
+    """N puts are N updates; a block that a get misses is removed; one that is put again is added again."""
     chat = rig.arrivals.session("ada", "chat")
     blocks = [rig.place(number, key("ada", number)) for number in range(4)]
     with FlagWords.create(1) as flags:
@@ -249,7 +249,7 @@ def test_the_catalogue_follows_every_transfer(rig: ArrivalsRig) -> None:
     assert rig.arrivals.known("ada") == ()
 
 
-def test_a_block_that_is_gone_makes_an_arrival_a_miss_with_what_is_usable(rig: ArrivalsRig) -> None:
+def test_a_removed_block_makes_an_arrival_a_miss_with_the_usable_prefix(rig: ArrivalsRig) -> None:
     rig.store("ada", 0, 10)
     assert rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S).whole().is_whole
     rig.client.delete([key("ada", 4)])
@@ -263,7 +263,7 @@ def test_a_block_that_is_gone_makes_an_arrival_a_miss_with_what_is_usable(rig: A
     assert again.miss.reason is MissReason.UNKNOWN
 
 
-def test_a_block_that_stands_twice_in_a_session_comes_to_both_places(rig: ArrivalsRig) -> None:
+def test_a_block_that_occurs_twice_in_a_session_is_delivered_to_both_places(rig: ArrivalsRig) -> None:
     rig.store("ada", 0, 2)
     chat = rig.arrivals.session("ada", "twice")
     chat.append([key("ada", number) for number in (0, 1, 0)], 48)
@@ -290,7 +290,7 @@ def test_a_node_that_is_away_is_a_miss(tmp_path: Path) -> None:
     rig.close()
 
 
-def test_an_arrival_that_another_one_replaces_ends_when_nothing_goes_into_its_memory_any_more(
+def test_a_replaced_arrival_ends_when_nothing_writes_into_its_memory_any_more(
     here: NodeInProcess, rig: ArrivalsRig
 ) -> None:
     rig.store("ada", 0, 5)
@@ -315,7 +315,7 @@ def test_an_arrival_that_another_one_replaces_ends_when_nothing_goes_into_its_me
     assert here.call(lambda node: node.pins.count) == 0
 
 
-def test_memory_that_is_not_registered_is_refused_and_nothing_hangs(rig: ArrivalsRig) -> None:
+def test_unregistered_memory_is_refused_and_nothing_hangs(rig: ArrivalsRig) -> None:
     rig.store("ada", 0, 3)
     rig.region.close()
     with pytest.raises(NotRegistered, match="not registered"):
@@ -325,7 +325,7 @@ def test_memory_that_is_not_registered_is_refused_and_nothing_hangs(rig: Arrival
         rig.arrivals.arrived(request("ada"))
 
 
-def test_a_node_that_hangs_holds_up_nobody_elses_users(here: NodeInProcess, node: NodeProcess) -> None:
+def test_a_hanging_node_delays_no_other_nodes_users(here: NodeInProcess, node: NodeProcess) -> None:
     with Nodes([here.target, node.target], tenant="acme") as nodes:
         users = [f"user {number}" for number in range(50)]
         stuck = next(user for user in users if nodes.home(user) == node.target)
@@ -351,7 +351,7 @@ def test_a_node_that_hangs_holds_up_nobody_elses_users(here: NodeInProcess, node
             assert not hanging.is_alive()
 
 
-def test_a_client_alone_can_have_blocks_read_ahead(rig: ArrivalsRig) -> None:
+def test_a_client_can_request_a_prefetch(rig: ArrivalsRig) -> None:
     rig.store("ada", 0, 3)
     read = rig.client.prefetch([key("ada", number) for number in (0, 1, 7)])
     assert read.unread == []
@@ -374,7 +374,7 @@ def test_one_client_is_the_home_of_all_users(here: NodeInProcess, rig: ArrivalsR
         assert arrivals.session("ada", "chat").keys() == [key("ada", number) for number in range(20)]
 
 
-def test_what_a_request_matches_is_known_without_a_call_and_fetched_later(rig: ArrivalsRig) -> None:
+def test_a_request_is_matched_without_a_call_and_fetched_later(rig: ArrivalsRig) -> None:
     rig.store("ada", 0, 3)
     calls = rig.client.calls
     allowed = rig.arrivals.match(request("ada"))
@@ -392,7 +392,7 @@ def test_what_a_request_matches_is_known_without_a_call_and_fetched_later(rig: A
     )
 
 
-def test_entries_that_are_not_hit_leave_the_table_while_requests_arrive(rig: ArrivalsRig) -> None:
+def test_entries_without_hits_are_removed_while_requests_arrive(rig: ArrivalsRig) -> None:
     def aged(user: str, idle_timeout_ms: int) -> Rule:
         fetch = (Action(ActionKind.FETCH),)
         return Rule(Pattern("acme", user), fetch, name=f"of {user}", idle_timeout_ms=idle_timeout_ms)
@@ -412,7 +412,7 @@ def names(rig: ArrivalsRig) -> set[str]:
     return {entry.name for entry in rig.table}
 
 
-def test_each_entry_s_hits_and_bytes_are_counted_by_name_and_stay_when_it_leaves(rig: ArrivalsRig) -> None:
+def test_hits_and_bytes_of_an_entry_are_counted_by_name_and_survive_its_removal(rig: ArrivalsRig) -> None:
     rig.store("ada", 0, 4)
     assert rig.arrivals.arrived(request("ada"), rig.place, timeout_s=WAIT_S).whole().is_whole
     rig.arrivals.arrived(request("ada", source="192.0.2.7"))

@@ -49,7 +49,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 60))
 
 
-def test_blocks_are_put_and_got_and_forgotten(node: NodeProcess) -> None:
+def test_blocks_are_put_fetched_and_deleted(node: NodeProcess) -> None:
     keys = [block_key(b"asyncio", bytes([at])) for at in range(COUNT)]
 
     async def work() -> None:
@@ -132,7 +132,7 @@ def test_a_session_is_appended_to_resumed_and_removed(node: NodeProcess) -> None
     run(work())
 
 
-def test_a_session_is_forked_shortened_exported_and_imported(node: NodeProcess) -> None:
+def test_a_session_is_forked_truncated_exported_and_imported(node: NodeProcess) -> None:
     keys = [block_key(b"asyncio fork", bytes([at])) for at in range(COUNT)]
 
     async def work() -> None:
@@ -159,7 +159,7 @@ def test_a_session_is_forked_shortened_exported_and_imported(node: NodeProcess) 
     run(work())
 
 
-def test_the_nodes_work_is_visible(node: NodeProcess) -> None:
+def test_the_nodes_statistics_and_events_are_visible(node: NodeProcess) -> None:
     key = block_key(b"asyncio", b"seen")
 
     async def work() -> None:
@@ -212,7 +212,7 @@ def test_it_has_each_method_of_the_client_with_the_same_parameters(
         assert list(both[0].values()) == list(both[1].values()), name
 
 
-def test_blocks_inside_grpc_and_many_calls_at_a_time(node: NodeProcess) -> None:
+def test_grpc_blocks_and_concurrent_calls(node: NodeProcess) -> None:
     keys = [block_key(b"asyncio inline", bytes([at])) for at in range(3 * COUNT)]
 
     async def work() -> None:
@@ -226,7 +226,7 @@ def test_blocks_inside_grpc_and_many_calls_at_a_time(node: NodeProcess) -> None:
     run(work())
 
 
-def test_the_request_of_the_caller_is_that_of_its_calls(node: NodeProcess) -> None:
+def test_calls_carry_the_request_id_of_their_caller(node: NodeProcess) -> None:
     async def work() -> None:
         async with client_of(node) as client:
             with as_request("asyncio 7"):
@@ -237,8 +237,8 @@ def test_the_request_of_the_caller_is_that_of_its_calls(node: NodeProcess) -> No
     run(work())
 
 
-def test_one_that_is_cancelled_is_over_when_the_await_is() -> None:
-    """Its memory may be used again then, and not before: the call itself can't be taken back."""
+def test_a_cancelled_call_has_ended_when_the_await_returns() -> None:
+    """Only then may its memory be reused; the call itself can't be withdrawn."""
     begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def slow() -> None:
@@ -264,7 +264,7 @@ def test_one_that_is_cancelled_is_over_when_the_await_is() -> None:
     run(work())
 
 
-def test_a_region_or_a_pin_of_a_call_that_is_cancelled_is_closed(node: NodeProcess) -> None:
+def test_the_region_or_pin_of_a_cancelled_call_is_closed(node: NodeProcess) -> None:
     key = block_key(b"asyncio", b"cancelled")
 
     async def work() -> None:
@@ -298,7 +298,7 @@ def test_a_region_or_a_pin_of_a_call_that_is_cancelled_is_closed(node: NodeProce
     run(work())
 
 
-def test_an_error_is_the_clients_own() -> None:
+def test_errors_are_those_of_the_sync_client() -> None:
     async def work() -> None:
         async with AsyncClient("127.0.0.1:1", connect_timeout_ms=100, call_timeout_ms=200) as client:
             with pytest.raises(NodeUnavailable):
@@ -307,7 +307,7 @@ def test_an_error_is_the_clients_own() -> None:
     run(work())
 
 
-def test_one_that_is_closed_says_so() -> None:
+def test_calls_on_a_closed_asyncio_client_raise_closed() -> None:
     async def work() -> None:
         client = AsyncClient("127.0.0.1:9")
         await client.close()

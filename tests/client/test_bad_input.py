@@ -77,7 +77,7 @@ def nobody() -> str:
         (lambda rig: Block(rig.key(0), rig.from_region, -1, 10), "not in the registered region"),
     ],
 )
-def test_a_block_that_no_node_would_take_is_refused_at_once(
+def test_a_block_that_every_node_refuses_is_refused_by_the_client(
     rig: ClientWithBuffers, make: Callable[[ClientWithBuffers], Block], says: str
 ) -> None:
     before = rig.client.calls
@@ -101,7 +101,7 @@ def test_memory_that_is_not_registered_is_refused(node: NodeProcess, rig: Client
         rig.client.get([block])
 
 
-def test_a_reservation_is_not_empty_and_no_batch_is_unbounded(rig: ClientWithBuffers) -> None:
+def test_reservations_are_not_empty_and_batches_are_bounded(rig: ClientWithBuffers) -> None:
     for reserved in (0, BATCH_BLOCKS_MAX + 1):
         with pytest.raises(InvalidArgument, match="blocks, not"):
             rig.client.reserve([rig.block(0)] * reserved)
@@ -109,20 +109,20 @@ def test_a_reservation_is_not_empty_and_no_batch_is_unbounded(rig: ClientWithBuf
         rig.client.get([rig.block(0)] * (GET_BLOCKS_MAX + 1))
 
 
-def test_a_lease_has_a_longest_time(rig: ClientWithBuffers) -> None:
+def test_a_lease_has_a_maximum_duration(rig: ClientWithBuffers) -> None:
     for lease_ms in (0, LEASE_TIMEOUT_MS_MAX + 1):
         with pytest.raises(InvalidArgument, match="A lease lasts"):
             rig.client.reserve([rig.block(0)], lease_ms=lease_ms)
 
 
-def test_a_reservation_is_armed_once(rig: ClientWithBuffers) -> None:
+def test_a_reservation_can_be_armed_only_once(rig: ClientWithBuffers) -> None:
     reservation = rig.client.reserve([rig.block(0)])
     reservation.arm(rig.flags[0])
     with pytest.raises(InvalidArgument, match="once"):
         reservation.arm(rig.flags[0])
 
 
-def test_a_region_that_a_put_waits_for_is_not_closed(rig: ClientWithBuffers) -> None:
+def test_a_region_with_a_waiting_put_cannot_be_closed(rig: ClientWithBuffers) -> None:
     puts = rig.client.reserve([rig.block(0)]).arm(rig.flags[0])
     with pytest.raises(RegionBusy, match="still use the region"):
         rig.from_region.close()
@@ -194,7 +194,7 @@ def test_the_node_refuses_a_bad_reserve_in_one_sentence(
     assert number_of(rig) == connection, "it is the same as before"
 
 
-def test_the_node_refuses_a_fetch_whose_word_is_not_the_clients(
+def test_the_node_refuses_a_fetch_whose_ack_word_is_not_the_clients(
     rig: ClientWithBuffers, stub: kvstore_pb2_grpc.KvStoreStub
 ) -> None:
     request = pb.FetchRequest(
@@ -204,14 +204,14 @@ def test_the_node_refuses_a_fetch_whose_word_is_not_the_clients(
         stub.Fetch(request, timeout=WAIT_S)
 
 
-def test_a_client_of_another_fabric_is_told_so(node: NodeProcess) -> None:
+def test_a_client_with_another_fabric_provider_gets_an_error(node: NodeProcess) -> None:
     with small_client(node.target, provider="sockets") as client:
         region = client.register(bytearray(10))
         with pytest.raises(ProtocolError, match="the client's is sockets"):
             client.reserve([Block(b"k" * 32, region, 0, 10)])
 
 
-def test_more_slots_than_there_are_is_overloaded_and_nothing_is_leased(node: NodeProcess) -> None:
+def test_more_slots_than_exist_is_overloaded_and_leases_nothing(node: NodeProcess) -> None:
     rig = ClientWithBuffers(node, slots=4)
     with pytest.raises(Overloaded, match="4 of 4 landing slots free and 5"):
         rig.client.reserve([rig.block(i) for i in range(5)])
@@ -233,7 +233,7 @@ def test_an_inline_put_of_another_length_than_announced_is_refused(node: NodePro
             stub.Put(iter([pb.PutRequest(chunk=b"x")]), timeout=WAIT_S)
 
 
-def test_a_chunk_that_is_too_large_is_refused_in_our_words(node: NodeProcess) -> None:
+def test_an_oversized_chunk_is_refused_with_our_own_error(node: NodeProcess) -> None:
     large = b"x" * (8 * MIB)
     block = name(length=len(large))
     with grpc.insecure_channel(node.target) as channel:
@@ -286,7 +286,7 @@ def test_an_absent_node_is_an_error_for_a_put_and_a_miss_for_a_get(nobody: str) 
         assert time.monotonic() - begun_s < WAIT_S
 
 
-def test_a_node_that_does_not_answer_costs_a_get_its_deadline_and_no_more(node: NodeProcess) -> None:
+def test_an_unresponsive_node_costs_a_get_its_deadline_and_no_more(node: NodeProcess) -> None:
     rig = ClientWithBuffers(node)
     rig.client.reserve([rig.block(0)]).give_back()  # attached
     subprocess.run(["kill", "-STOP", str(node.pid)], check=True)
@@ -309,7 +309,7 @@ def test_a_node_that_does_not_answer_costs_a_get_its_deadline_and_no_more(node: 
     rig.close()
 
 
-def test_a_full_drive_makes_room_and_says_what_was_evicted(tmp_path: Path) -> None:
+def test_a_full_drive_evicts_and_reports_the_evictions(tmp_path: Path) -> None:
     with NodeProcess(tmp_path / "node", capacity="24MiB") as node:
         rig = ClientWithBuffers(node, slots=8)
         put: list[Block] = []
@@ -332,7 +332,7 @@ def test_a_full_drive_makes_room_and_says_what_was_evicted(tmp_path: Path) -> No
         rig.close()
 
 
-def test_a_client_that_goes_leaves_its_slots_and_its_key_to_nobody(node: NodeProcess) -> None:
+def test_slots_and_key_of_a_closed_client_are_not_given_to_another(node: NodeProcess) -> None:
     script = (
         "import sys, os, mmap\n"
         "from kvstore.client import Block, Client\n"
@@ -349,7 +349,7 @@ def test_a_client_that_goes_leaves_its_slots_and_its_key_to_nobody(node: NodePro
     rig.close()
 
 
-def test_leases_that_a_client_neither_uses_nor_returns_end_its_connection(tmp_path: Path) -> None:
+def test_leases_that_are_neither_used_nor_returned_end_the_connection(tmp_path: Path) -> None:
     with small_node(tmp_path / "node") as node:
         rig = ClientWithBuffers(node, slots=2)
         rig.client.reserve([rig.block(0)], lease_ms=100)  # neither armed nor given back
@@ -376,24 +376,24 @@ def test_two_nodes_do_not_share_a_folder(tmp_path: Path) -> None:
         small_node(tmp_path / "node")
 
 
-def test_a_port_that_is_taken_is_said_to_be(tmp_path: Path, node: NodeProcess) -> None:
+def test_a_taken_port_is_reported(tmp_path: Path, node: NodeProcess) -> None:
     port = int(node.target.rpartition(":")[2])
     with pytest.raises(NodeUnavailable, match="is in use by another process"):
         small_node(tmp_path / "other", port=port)
 
 
-def test_a_node_listens_on_loopback_only(tmp_path: Path) -> None:
+def test_a_node_without_tls_listens_only_on_loopback(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "192.168.1.1", "::"):
         with pytest.raises(ConfigError, match="TLS"):
             NodeConfig(data=tmp_path, host=host)
 
 
-def test_a_drive_has_a_least_size(tmp_path: Path) -> None:
+def test_a_drive_has_a_minimum_size(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="too small"):
         NodeConfig(data=tmp_path, capacity_bytes=1)
 
 
-def test_an_eviction_policy_has_a_name_that_is_known(tmp_path: Path) -> None:
+def test_an_unknown_eviction_policy_is_refused(tmp_path: Path) -> None:
     assert NodeConfig(data=tmp_path, eviction="s3fifo").eviction == "s3fifo"
     with pytest.raises(ConfigError, match="'fifo' is no eviction policy; choose one of lru, s3fifo"):
         NodeConfig(data=tmp_path, eviction="fifo")
@@ -403,7 +403,7 @@ def test_an_eviction_policy_has_a_name_that_is_known(tmp_path: Path) -> None:
     ("text", "size_bytes"),
     [("512", 512), ("4KiB", 4096), ("4kb", 4000), ("1.5GiB", 3 << 29), ("2 T", 2 * 10**12), ("1M", 10**6)],
 )
-def test_sizes_are_read_as_people_write_them(text: str, size_bytes: int) -> None:
+def test_sizes_are_parsed_with_units(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
@@ -413,7 +413,7 @@ def test_an_invalid_size_is_refused(text: str) -> None:
         parse_size(text)
 
 
-def test_addresses_are_read_as_people_write_them() -> None:
+def test_addresses_are_parsed_with_and_without_ports() -> None:
     assert parse_listen("localhost:70") == ("127.0.0.1", 70)
     assert parse_listen("[::1]:70") == ("::1", 70)
     for text in ("7070", "host:70", "127.0.0.1:x"):
@@ -421,7 +421,7 @@ def test_addresses_are_read_as_people_write_them() -> None:
             parse_listen(text)
 
 
-def test_errors_of_the_command_are_one_sentence(tmp_path: Path) -> None:
+def test_command_errors_are_one_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvstore", "serve", "--data", str(tmp_path), "--listen", "8.8.8.8:1"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S)
     assert ended.returncode == 2
@@ -429,7 +429,7 @@ def test_errors_of_the_command_are_one_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def test_every_error_of_the_tree_is_a_kverror() -> None:
+def test_every_error_in_the_tree_is_a_kverror() -> None:
     for error in errors.__all__:
         assert issubclass(getattr(errors, error), KvError)
 
@@ -454,7 +454,7 @@ def test_every_error_of_the_tree_is_a_kverror() -> None:
         lambda _: Block(KEY, cast("Any", bytearray(16)), 0, 16),
     ],
 )
-def test_a_value_that_no_message_can_carry_is_a_typed_error(
+def test_a_value_that_fits_no_message_raises_a_typed_error(
     node: NodeProcess, call: Callable[[Client], object]
 ) -> None:
     with small_client(node.target) as client, pytest.raises(UsageError) as raised:

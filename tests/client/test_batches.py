@@ -61,7 +61,7 @@ def name(number: int, length: int) -> kvstore_pb2.BlockName:
     return kvstore_pb2.BlockName(key=key(number), fingerprint=layout_fingerprint(b""), length=length)
 
 
-def test_blocks_of_all_sizes_go_and_come_in_one_stream(node: NodeInProcess, client: Client) -> None:
+def test_blocks_of_all_sizes_are_put_and_fetched_in_one_stream(node: NodeInProcess, client: Client) -> None:
     sizes = [1, 4096, 100_000, MIB - 1, MIB, MIB + 1, 5 * MIB, 3] * 3
     blocks = [(key(number), payload(number, size)) for number, size in enumerate(sizes)]
     results = client.put_many_inline(blocks)
@@ -74,7 +74,7 @@ def test_blocks_of_all_sizes_go_and_come_in_one_stream(node: NodeInProcess, clie
     wait_until(lambda: held_bytes(node) == 0, "all memory comes back")
 
 
-def test_more_blocks_than_a_message_names(client: Client) -> None:
+def test_more_blocks_than_fit_in_one_message(client: Client) -> None:
     blocks = [(key(number), b"%d" % number) for number in range(BATCH_BLOCKS_MAX * 2 + 7)]
     assert {one.error for one in client.put_many_inline(iter(blocks))} == {None}
     assert list(client.get_many_inline([(one, len(data)) for one, data in blocks])) == [
@@ -82,7 +82,9 @@ def test_more_blocks_than_a_message_names(client: Client) -> None:
     ]
 
 
-def test_more_bytes_than_a_client_may_hold_wait_for_his_own(node: NodeInProcess, client: Client) -> None:
+def test_a_stream_of_more_bytes_than_its_share_waits_for_its_own_earlier_blocks(
+    node: NodeInProcess, client: Client
+) -> None:
     share_bytes = HOT_BYTES_MIN // 2 // 8
     size = 3 * MIB
     blocks = [(key(number), payload(number, size)) for number in range(3 * share_bytes // size)]
@@ -91,7 +93,7 @@ def test_more_bytes_than_a_client_may_hold_wait_for_his_own(node: NodeInProcess,
     wait_until(lambda: held_bytes(node) == 0, "all memory comes back")
 
 
-def test_a_blocks_error_has_its_number_and_its_name(node: NodeInProcess, client: Client) -> None:
+def test_a_blocks_error_has_its_code_and_its_class(node: NodeInProcess, client: Client) -> None:
     client.put_inline(key(1), b"stored with another length")
     with grpc.insecure_channel(node.target) as channel:
         part = pb.PutPart(name=name(1, 1), chunk=b"b")
@@ -100,7 +102,7 @@ def test_a_blocks_error_has_its_number_and_its_name(node: NodeInProcess, client:
     assert (end.error.name, end.error.code) == ("KeyTaken", kvstore_pb2.ERROR_CODE_KEY_TAKEN)
 
 
-def test_each_block_has_its_own_answer(client: Client) -> None:
+def test_each_block_has_its_own_result(client: Client) -> None:
     client.put_inline(key(1), b"stored with another length")
     results = client.put_many_inline([(key(0), b"a"), (key(1), b"b"), (key(2), b"c")])
     assert [type(one.error) for one in results] == [type(None), KeyTaken, type(None)]
@@ -111,7 +113,7 @@ def test_each_block_has_its_own_answer(client: Client) -> None:
     assert list(client.get_many_inline([])) == []
 
 
-def test_blocks_cold_on_the_drive_come_as_well(tmp_path: Path) -> None:
+def test_blocks_that_are_only_on_the_drive_are_fetched_too(tmp_path: Path) -> None:
     blocks = [(key(number), payload(number, 200_000)) for number in range(40)]
     with NodeInProcess(tmp_path / "again") as node, small_client(node.target) as client:
         client.put_many_inline(blocks)
@@ -136,14 +138,14 @@ def test_blocks_cold_on_the_drive_come_as_well(tmp_path: Path) -> None:
         [pb.PutPart(name=kvstore_pb2.BlockName(key=b"short", length=1), chunk=b"a")],
     ],
 )
-def test_a_stream_that_contradicts_itself_is_ended(node: NodeInProcess, parts: list[pb.PutPart]) -> None:
+def test_an_inconsistent_stream_is_ended(node: NodeInProcess, parts: list[pb.PutPart]) -> None:
     with grpc.insecure_channel(node.target) as channel, pytest.raises(grpc.RpcError) as caught:
         list(stub(channel).PutBatch(iter([pb.PutBatchRequest(parts=parts)]), timeout=WAIT_S))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     wait_until(lambda: held_bytes(node) == 0, "its memory comes back")
 
 
-def test_whole_blocks_before_a_break_are_kept(node: NodeInProcess, client: Client) -> None:
+def test_blocks_completed_before_a_break_are_kept(node: NodeInProcess, client: Client) -> None:
     parts = [pb.PutPart(name=name(1, 4), chunk=b"abcd"), pb.PutPart(chunk=b"too much")]
     messages = [pb.PutBatchRequest(parts=[part]) for part in parts]
     with grpc.insecure_channel(node.target) as channel, pytest.raises(grpc.RpcError) as caught:
@@ -152,10 +154,10 @@ def test_whole_blocks_before_a_break_are_kept(node: NodeInProcess, client: Clien
     wait_until(lambda: client.get_inline(key(1), 4) == b"abcd", "it is kept")
 
 
-def test_a_break_lets_the_message_go_out_that_is_being_sent(
+def test_a_break_lets_the_message_being_sent_finish(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else gRPC could not send the status, and the call ended at its caller's deadline."""
+    """Otherwise gRPC could not send the status, and the call would end only at its caller's deadline."""
     begun, told = threading.Event(), []
 
     class Slow:
@@ -192,7 +194,7 @@ def test_a_break_lets_the_message_go_out_that_is_being_sent(
     assert told == ["began", "ended"]
 
 
-def test_a_stream_that_stands_still_is_ended_and_its_memory_comes_back(
+def test_a_stalled_stream_is_ended_and_its_memory_freed(
     node: NodeInProcess, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = client.put_many_inline([(key(number), bytes(4 * MIB)) for number in range(8)])
@@ -228,7 +230,7 @@ def test_a_stream_that_stands_still_is_ended_and_its_memory_comes_back(
         get.cancel()
 
 
-def test_a_node_that_is_away_is_an_answer_for_each_block() -> None:
+def test_an_absent_node_is_a_result_for_each_block() -> None:
     with small_client("127.0.0.1:1") as client:
         results = client.put_many_inline([(key(0), b"a"), (key(1), b"b")], timeout_s=5)
         assert all(isinstance(one.error, NodeUnavailable) for one in results)

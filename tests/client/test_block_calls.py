@@ -44,7 +44,7 @@ def node_here(tmp_path: Path) -> Iterator[NodeInProcess]:
         yield node
 
 
-def test_exists_says_what_a_get_would(node: NodeProcess, tenant: str) -> None:
+def test_exists_agrees_with_get(node: NodeProcess, tenant: str) -> None:
     over_ms = SystemClock().wall_ms() + 60_000
     with (
         small_client(node.target, tenant=tenant) as client,
@@ -73,7 +73,7 @@ def test_exists_says_what_a_get_would(node: NodeProcess, tenant: str) -> None:
         assert client.exists([]) == []
 
 
-def test_a_prefix_ends_at_the_first_block_that_could_not_be_got(node: NodeProcess, tenant: str) -> None:
+def test_a_prefix_ends_at_the_first_block_that_a_get_would_miss(node: NodeProcess, tenant: str) -> None:
     with (
         small_client(node.target, tenant=tenant) as client,
         small_client(node.target, tenant=tenant, layout=b"another") as other,
@@ -94,7 +94,7 @@ def test_a_prefix_ends_at_the_first_block_that_could_not_be_got(node: NodeProces
 
 
 @pytest.mark.parametrize("durability", [Durability.LANDED, Durability.WRITTEN, Durability.SYNCED])
-def test_a_deleted_block_is_gone_and_explained(
+def test_a_deleted_block_is_missed_and_explained(
     node: NodeProcess, tenant: str, durability: Durability
 ) -> None:
     with small_client(node.target, tenant=tenant) as client:
@@ -115,7 +115,7 @@ def test_a_deleted_block_is_gone_and_explained(
         assert [isinstance(one, Stored) for one in client.exists([key(0), key(1)])] == [False, True]
 
 
-def test_a_pinned_block_outlives_the_pressure_that_takes_its_neighbours(tmp_path: Path) -> None:
+def test_a_pinned_block_is_not_evicted_with_its_neighbours(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
         for number in range(4):
             client.put_inline(key(number), bytes([number]) * 300_000)
@@ -138,7 +138,7 @@ def leased(node: Node) -> int:
     return node.store.statistics().eviction.guarded.get(Guard.LEASE, 0)
 
 
-def test_a_pin_ends_with_its_time_though_its_client_is_dead(node_here: NodeInProcess) -> None:
+def test_a_pin_expires_even_if_its_client_has_died(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         client.pin([key(0)], time_to_live_ms=1)
@@ -148,7 +148,7 @@ def test_a_pin_ends_with_its_time_though_its_client_is_dead(node_here: NodeInPro
     assert forgotten.pinned == [True]
 
 
-def test_a_pins_time_is_bounded_and_so_is_their_number(node_here: NodeInProcess) -> None:
+def test_the_duration_and_number_of_pins_are_bounded(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client, grpc.insecure_channel(node_here.target) as channel:
         client.put_inline(key(0), b"x")
         stub: Any = blocks_pb2_grpc.BlocksStub(channel)  # type: ignore[no-untyped-call]
@@ -166,7 +166,7 @@ def test_a_pins_time_is_bounded_and_so_is_their_number(node_here: NodeInProcess)
         assert node_here.call(lambda node: node.pins.count) == PINS_OF_TENANT_MAX
 
 
-def test_a_tenant_pins_a_bounded_part_of_the_drives_all_or_none(tmp_path: Path) -> None:
+def test_a_tenant_pins_a_bounded_share_of_the_drives_all_or_none(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
         for number in range(5):
             client.put_inline(key(number), b"x" * MIB)
@@ -181,7 +181,7 @@ def test_a_tenant_pins_a_bounded_part_of_the_drives_all_or_none(tmp_path: Path) 
         assert node.call(leased) == 1
 
 
-def test_a_pin_is_its_tenants_alone(node_here: NodeInProcess) -> None:
+def test_a_pin_belongs_to_its_tenant(node_here: NodeInProcess) -> None:
     with (
         small_client(node_here.target, tenant="a") as one,
         small_client(node_here.target, tenant="b") as other,
@@ -206,7 +206,7 @@ def test_ended_pins_leave_nothing_behind(node_here: NodeInProcess) -> None:
         assert node_here.call(lambda node: (node.pins._bytes, node.pins._of_tenant)) == ({}, {})
 
 
-def test_a_deleted_block_takes_its_pin_along(node_here: NodeInProcess) -> None:
+def test_deleting_a_block_removes_it_from_its_pin(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         with client.pin([key(0)]):
@@ -217,7 +217,7 @@ def test_a_deleted_block_takes_its_pin_along(node_here: NodeInProcess) -> None:
         assert node_here.call(leased) == 0
 
 
-def test_removed_blocks_count_no_more_in_their_pins(tmp_path: Path) -> None:
+def test_removed_blocks_no_longer_count_in_their_pins(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
         for number in range(12):
             client.put_inline(key(number), bytes([number]) * MIB)
@@ -260,9 +260,7 @@ def test_removed_blocks_count_no_more_in_their_pins(tmp_path: Path) -> None:
         ("Unpin", pb.UnpinRequest(pins=[1] * 1025), "not 1025"),
     ],
 )
-def test_requests_that_cannot_be_are_refused(
-    node_here: NodeInProcess, name: str, request_: Any, why: str
-) -> None:
+def test_invalid_requests_are_refused(node_here: NodeInProcess, name: str, request_: Any, why: str) -> None:
     with grpc.insecure_channel(node_here.target) as channel:
         stub: Any = blocks_pb2_grpc.BlocksStub(channel)  # type: ignore[no-untyped-call]
         with pytest.raises(grpc.RpcError, match=why) as caught:

@@ -65,7 +65,7 @@ def pass_ms(clock: HeldClock, ms: int) -> None:
     clock.now_ns += ms * 1_000_000
 
 
-def test_the_pause_doubles_up_to_its_bound_and_ends_with_a_success(
+def test_the_pause_doubles_up_to_its_maximum_and_ends_with_a_success(
     breaker: Breaker, clock: HeldClock
 ) -> None:
     pause_ms = BREAKER_MS_MIN
@@ -85,7 +85,7 @@ def test_the_pause_doubles_up_to_its_bound_and_ends_with_a_success(
     assert not breaker.is_open
 
 
-def test_one_call_alone_is_let_through_to_try(breaker: Breaker, clock: HeldClock) -> None:
+def test_only_one_call_is_let_through_as_a_probe(breaker: Breaker, clock: HeldClock) -> None:
     fail(breaker)
     pass_ms(clock, BREAKER_MS_MIN)
     with breaker.call():
@@ -93,7 +93,7 @@ def test_one_call_alone_is_let_through_to_try(breaker: Breaker, clock: HeldClock
     assert not breaker.is_open
 
 
-def test_a_node_that_refuses_is_there(breaker: Breaker, clock: HeldClock) -> None:
+def test_a_refusal_shows_that_the_node_is_reachable(breaker: Breaker, clock: HeldClock) -> None:
     fail(breaker, Overloaded("full"))
     assert not breaker.is_open
     fail(breaker, DeadlineExceeded("late"))
@@ -102,21 +102,21 @@ def test_a_node_that_refuses_is_there(breaker: Breaker, clock: HeldClock) -> Non
     assert not breaker.is_open
 
 
-def test_calls_that_were_under_way_together_are_one_failure(breaker: Breaker, clock: HeldClock) -> None:
+def test_concurrent_calls_that_fail_count_as_one_failure(breaker: Breaker, clock: HeldClock) -> None:
     for _ in range(5):
         breaker.failed(AWAY)
     pass_ms(clock, BREAKER_MS_MIN)
     assert not breaker.is_open
 
 
-def test_exceptions_of_others_do_not_mark_a_node_as_silent(breaker: Breaker, clock: HeldClock) -> None:
+def test_other_exceptions_do_not_mark_a_node_as_silent(breaker: Breaker, clock: HeldClock) -> None:
     fail(breaker)
     pass_ms(clock, BREAKER_MS_MIN)
     fail(breaker, KeyError("a bug"))
     assert not breaker.is_open
 
 
-def test_a_stopped_node_costs_one_deadline_and_then_answers_again(
+def test_a_stopped_node_costs_one_deadline_and_then_fails_fast(
     node: NodeProcess, rig: ClientWithBuffers
 ) -> None:
     block = rig.block(0)
@@ -140,7 +140,7 @@ def test_a_stopped_node_costs_one_deadline_and_then_answers_again(
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
 
 
-def test_a_node_that_was_never_there_is_not_asked_each_time() -> None:
+def test_a_node_that_was_never_reachable_is_not_called_each_time() -> None:
     with small_client("127.0.0.1:1") as client:
         kv = client.register(bytearray(4096))
         for _ in range(100):
@@ -151,7 +151,7 @@ def test_a_node_that_was_never_there_is_not_asked_each_time() -> None:
             client.put_inline(bytes(32), b"x")
 
 
-def test_deadlines_of_a_callers_own_say_nothing_of_the_node(breaker: Breaker, clock: HeldClock) -> None:
+def test_a_callers_own_short_deadlines_do_not_open_the_breaker(breaker: Breaker, clock: HeldClock) -> None:
     for _ in range(100):  # answered between them, however seldom
         for _ in range(4):
             be_late(breaker, clock, BREAKER_LATE_MS // 5)
@@ -160,7 +160,7 @@ def test_deadlines_of_a_callers_own_say_nothing_of_the_node(breaker: Breaker, cl
     assert not breaker.is_open
 
 
-def test_a_node_that_answers_nobody_for_a_while_is_away(breaker: Breaker, clock: HeldClock) -> None:
+def test_a_node_that_answers_no_call_for_a_while_counts_as_away(breaker: Breaker, clock: HeldClock) -> None:
     for calls in range(1, 6):
         assert not breaker.is_open
         be_late(breaker, clock, BREAKER_LATE_MS // 5)
@@ -169,15 +169,15 @@ def test_a_node_that_answers_nobody_for_a_while_is_away(breaker: Breaker, clock:
         pytest.fail("it is not made")
 
 
-def test_one_call_that_waited_long_is_enough(breaker: Breaker, clock: HeldClock) -> None:
+def test_one_long_wait_is_enough(breaker: Breaker, clock: HeldClock) -> None:
     be_late(breaker, clock, BREAKER_LATE_MS)
     assert breaker.is_open
 
 
-def test_gets_of_short_deadlines_by_many_threads_cost_an_armed_put_nothing(
+def test_short_get_deadlines_on_many_threads_do_not_fail_an_armed_put(
     rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More of them at a time than there are places for calls over the fabric, so that some go by gRPC."""
+    """More gets at a time than there are places for calls over the fabric, so that some go over gRPC."""
     for module in ("core", "gets"):  # the node confirms each, however busy this machine is
         monkeypatch.setattr(f"kvstore.client.{module}.FETCH_CANCEL_MS", int(WAIT_S) * 1000)
     stored, armed = rig.block(0, 1 << 16), rig.block(1, 1 << 16)
@@ -201,9 +201,7 @@ def test_gets_of_short_deadlines_by_many_threads_cost_an_armed_put_nothing(
     assert [result.error for result in puts.wait(WAIT_S)] == [None]
 
 
-def test_short_deadlines_that_lie_far_apart_say_nothing_of_the_node(
-    breaker: Breaker, clock: HeldClock
-) -> None:
+def test_short_deadlines_far_apart_do_not_open_the_breaker(breaker: Breaker, clock: HeldClock) -> None:
     for _ in range(4):
         be_late(breaker, clock, BREAKER_LATE_MS // 5)
         assert not breaker.is_open
@@ -212,7 +210,7 @@ def test_short_deadlines_that_lie_far_apart_say_nothing_of_the_node(
     assert breaker.is_open, "it was waited for long enough in all"
 
 
-def test_calls_that_wait_together_wait_once(breaker: Breaker, clock: HeldClock) -> None:
+def test_calls_that_wait_at_the_same_time_count_as_one_wait(breaker: Breaker, clock: HeldClock) -> None:
     with pytest.raises(DeadlineExceeded), breaker.call():  # noqa: PT012 - the other call is within this one
         be_late(breaker, clock, BREAKER_LATE_MS * 3 // 5)
         raise DeadlineExceeded("Too late as well.")

@@ -68,7 +68,7 @@ def ends_for_a_broken_connection(puts: ArmedPuts) -> None:
         assert "connection to the node broke, and what was sent may be lost" in str(result.error)
 
 
-def test_a_put_ends_when_the_node_refuses_new_connections_and_the_next_is_stored(
+def test_a_put_ends_when_the_node_refuses_new_connections_and_the_next_one_is_stored(
     rig: ClientWithBuffers, relays: list[Relay]
 ) -> None:
     assert armed(rig, 0).wait(WAIT_S)[0].durability == Durability.WRITTEN
@@ -78,10 +78,10 @@ def test_a_put_ends_when_the_node_refuses_new_connections_and_the_next_is_stored
     assert len(relays) == 2, "it is another endpoint, which the node's provider doesn't know"
 
 
-def test_where_no_break_shows_a_link_over_which_nothing_goes_out_is_ended(
+def test_a_link_over_which_nothing_is_sent_is_ended_even_where_no_break_is_visible(
     rig: ClientWithBuffers, relays: list[Relay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with tcp;ofi_rxm, which takes nothing without credits either."""
+    """As with tcp;ofi_rxm, which accepts nothing without credits either."""
     monkeypatch.setattr(Endpoint, "has_broken", False)
     monkeypatch.setattr(core, "STALLED_MS", 1000)
     assert armed(rig, 0).wait(WAIT_S)[0].durability == Durability.WRITTEN
@@ -93,10 +93,10 @@ def test_where_no_break_shows_a_link_over_which_nothing_goes_out_is_ended(
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["the client's end", "both ends"])
-def test_puts_that_were_lost_with_their_connection_end_and_hold_up_no_other(
+def test_puts_lost_with_their_connection_end_and_block_no_other(
     rig: ClientWithBuffers, relays: list[Relay], *, both: bool
 ) -> None:
-    """As far as libfabric knows they are done; they have all slots, so that nothing else goes out."""
+    """Libfabric considers them done. They have all slots, so that nothing else can be sent."""
     assert armed(rig, 0).wait(WAIT_S)[0].durability == Durability.WRITTEN
     done = rig.client.fabric.statistics().done
     relays[0].lose()

@@ -62,8 +62,10 @@ def over_rpc(client: Client) -> None:
 
 
 @pytest.mark.parametrize("way", ["fabric", "rpc"])
-def test_a_get_past_its_deadline_ends_alone(node: NodeInProcess, rig: ClientWithBuffers, way: str) -> None:
-    """Once it ended the link, and with it every put that was armed on it."""
+def test_a_get_past_its_deadline_fails_by_itself(
+    node: NodeInProcess, rig: ClientWithBuffers, way: str
+) -> None:
+    """It used to end the link, and with it every put armed on it."""
     blocks = [rig.block(number, 100_000) for number in range(4)]
     put(rig, blocks)
     if way == "rpc":
@@ -91,10 +93,10 @@ def test_a_get_past_its_deadline_ends_alone(node: NodeInProcess, rig: ClientWith
 
 
 @pytest.mark.parametrize("way", ["fabric", "rpc"])
-def test_a_get_whose_deadline_is_over_before_the_node_is_asked_ends_alone(
+def test_a_get_whose_deadline_passes_before_the_call_fails_by_itself(
     rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """It was cancelled as one that comes over the fabric, then went by gRPC, with no time left: no word ever came."""
+    """It was cancelled as a fabric get, then sent over gRPC with no time left, so no word ever arrived."""
     block = rig.block(0, 100_000)
     put(rig, [block])
     if way == "rpc":
@@ -139,10 +141,10 @@ def test_a_get_whose_cancellation_is_not_confirmed_ends_the_link(tmp_path: Path)
         rig.close()
 
 
-def test_a_fetch_that_the_node_hears_of_after_its_cancellation_is_not_served(
+def test_a_fetch_that_arrives_after_its_cancellation_is_not_served(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
-    """The cancellation goes by gRPC, and may overtake the fetch."""
+    """The cancellation goes over gRPC, and may overtake the fetch."""
     block = rig.block(0, 100_000)
     put(rig, [block])
     link = link_of(rig.client)
@@ -178,10 +180,10 @@ def stand_still(node: NodeInProcess, go_on: threading.Event) -> threading.Thread
     return standing
 
 
-def test_a_fetch_by_grpc_that_stands_still_in_the_node_is_confirmed_and_never_served(
+def test_a_stalled_grpc_fetch_is_confirmed_as_cancelled_and_never_served(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
-    """The node's loop has the call, and hears of it only after the client gave it up."""
+    """The node's loop has the call, and processes it only after the client has given it up."""
     block = rig.block(0, 100_000)
     put(rig, [block])
     over_rpc(rig.client)
@@ -199,10 +201,10 @@ def test_a_fetch_by_grpc_that_stands_still_in_the_node_is_confirmed_and_never_se
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
 
 
-def test_the_words_of_a_get_that_is_refused_while_it_is_cancelled_are_kept_for_the_node(
+def test_ack_words_of_a_get_refused_during_its_cancellation_stay_reserved(
     node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The node puts one, as of a call that never came: once another get waited for its own in the same place."""
+    """The node writes one, as for a call that never arrived: another get once waited for its own in the same place."""
     block = rig.block(0, 100_000)
     put(rig, [block])
     over_rpc(rig.client)
@@ -226,10 +228,10 @@ def test_the_words_of_a_get_that_is_refused_while_it_is_cancelled_are_kept_for_t
     assert len(link._free_words) == free
 
 
-def test_gets_that_end_at_any_moment_leave_the_link_and_write_nothing_afterwards(
+def test_gets_that_end_at_any_moment_leave_the_link_intact_and_write_nothing_afterwards(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
-    """From the drive and the hot memory, called by the fabric and by gRPC, with deadlines from nothing to enough."""
+    """From the drive and the hot memory, over the fabric and gRPC, with deadlines from zero to ample."""
     blocks = [rig.block(number, MIB // 2) for number in range(12)]
     put(rig, blocks)
     link = link_of(rig.client)
@@ -268,7 +270,7 @@ def forget_all(inside: Node) -> None:
 
 
 def test_a_region_is_busy_while_a_get_may_write_to_it(node: NodeInProcess, rig: ClientWithBuffers) -> None:
-    """Once it could be closed, and late bytes came into whatever was mapped there next."""
+    """It could once be closed, and late bytes were written to whatever was mapped there next."""
     block = rig.block(0, 100_000)
     put(rig, [block])
     drive = HeldDrive(node)
@@ -281,7 +283,7 @@ def test_a_region_is_busy_while_a_get_may_write_to_it(node: NodeInProcess, rig: 
     rig.target.close()  # nobody keeps it
 
 
-def test_a_region_is_free_after_every_end_of_a_get(node: NodeInProcess, rig: ClientWithBuffers) -> None:
+def test_a_region_is_free_after_a_get_ends_in_any_way(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     block = rig.block(0, 100_000)
     put(rig, [block])
     drive = HeldDrive(node)
@@ -292,7 +294,7 @@ def test_a_region_is_free_after_every_end_of_a_get(node: NodeInProcess, rig: Cli
     rig.to_region.close()
 
 
-def test_a_region_is_busy_while_an_armed_put_will_read_it(rig: ClientWithBuffers) -> None:
+def test_a_region_is_busy_while_an_armed_put_may_read_it(rig: ClientWithBuffers) -> None:
     puts = rig.client.reserve([rig.block(0)]).arm(rig.flags[0])
     with pytest.raises(RegionBusy):
         rig.from_region.close()
@@ -300,7 +302,7 @@ def test_a_region_is_busy_while_an_armed_put_will_read_it(rig: ClientWithBuffers
     rig.from_region.close()
 
 
-def test_the_first_blocks_are_waited_for_while_the_others_are_still_read(
+def test_the_first_blocks_can_be_waited_for_while_the_others_are_still_read(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     hot, cold = rig.block(0, 100_000), rig.block(1, 100_000)
@@ -314,7 +316,7 @@ def test_the_first_blocks_are_waited_for_while_the_others_are_still_read(
     assert get.wait(2) == get.wait() == [Hit(hot.key), Hit(cold.key)]
 
 
-def test_a_get_whose_caller_is_interrupted_is_ended_all_the_same(
+def test_a_get_whose_caller_is_interrupted_still_ends(
     rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = rig.block(0, 100_000)
@@ -335,7 +337,7 @@ def test_a_get_whose_caller_is_interrupted_is_ended_all_the_same(
     rig.to_region.close()  # nothing holds it
 
 
-def test_closing_the_client_ends_a_get_and_nothing_comes_afterwards(node: NodeInProcess) -> None:
+def test_closing_the_client_ends_a_get_and_nothing_arrives_afterwards(node: NodeInProcess) -> None:
     rig = ClientWithBuffers(node)
     block = rig.block(0, 100_000)
     put(rig, [block])
@@ -350,7 +352,7 @@ def test_closing_the_client_ends_a_get_and_nothing_comes_afterwards(node: NodeIn
     rig.target.close()  # nobody keeps it
 
 
-def test_blocks_read_for_a_client_that_has_gone_are_not_sent(node: NodeInProcess) -> None:
+def test_blocks_read_for_a_client_that_has_closed_are_not_sent(node: NodeInProcess) -> None:
     rig = ClientWithBuffers(node)
     block = rig.block(0, 100_000)
     put(rig, [block])
@@ -387,7 +389,7 @@ def test_a_region_is_busy_while_a_resume_is_under_way(node: NodeInProcess, rig: 
         rig.to_region.close()
 
 
-def test_memory_of_several_nodes_stays_registered_where_it_is_busy(
+def test_memory_registered_with_several_nodes_stays_registered_where_it_is_busy(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     block = rig.block(0, 100_000)
@@ -406,10 +408,10 @@ def test_memory_of_several_nodes_stays_registered_where_it_is_busy(
         assert busy.handle is None
 
 
-def test_a_get_whose_fabric_hangs_ends_and_its_memory_stays_taken(
+def test_a_get_whose_fabric_hangs_ends_and_its_memory_stays_allocated(
     node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody knows what a provider that hangs will still write. Once whoever waited then waited for ever."""
+    """A hanging provider may still write to it. Callers used to wait forever."""
     block = rig.block(0, 100_000)
     put(rig, [block])
     drive = HeldDrive(node)
@@ -429,7 +431,7 @@ def test_a_get_whose_fabric_hangs_ends_and_its_memory_stays_taken(
     link.endpoint.close()
 
 
-def test_memory_that_nobody_else_keeps_lives_for_as_long_as_its_region(
+def test_memory_without_other_references_lives_as_long_as_its_region(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     block = rig.block(0, 100_000)

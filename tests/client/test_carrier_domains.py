@@ -46,7 +46,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
-def test_an_engines_blocks_are_those_of_its_settings_user(node: NodeProcess, transport: str) -> None:
+def test_an_engines_blocks_belong_to_the_user_in_its_settings(node: NodeProcess, transport: str) -> None:
     engine, other = (Engine(node, transport, user=user) for user in ("ada", "grace"))
     with engine.carrier as carrier, other.carrier, Client(node.target) as client:
         assert all(engine.put())
@@ -67,7 +67,7 @@ def test_an_engines_blocks_are_those_of_its_settings_user(node: NodeProcess, tra
 
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
-def test_shared_blocks_are_found_by_every_engine_that_says_so(node: NodeProcess, transport: str) -> None:
+def test_shared_blocks_are_found_by_every_engine_set_to_shared(node: NodeProcess, transport: str) -> None:
     one, two = (Engine(node, transport, shared=True) for _ in range(2))
     with one.carrier, two.carrier as carrier, Client(node.target) as client:
         assert all(one.put())
@@ -79,7 +79,7 @@ def test_shared_blocks_are_found_by_every_engine_that_says_so(node: NodeProcess,
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
-def test_settings_that_do_not_say_it_store_nothing_and_log_that_once(
+def test_settings_without_an_owner_store_nothing_and_log_that_once(
     node: NodeProcess, transport: str, replicas: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     stores._warn_once.cache_clear()
@@ -92,7 +92,7 @@ def test_settings_that_do_not_say_it_store_nothing_and_log_that_once(
     assert "until the engine's settings have `user` or `shared`" in warnings[0]
 
 
-def test_settings_of_an_engine_have_the_same_names() -> None:
+def test_engines_use_the_same_names_for_settings() -> None:
     settings = EngineSettings.of({"node": "127.0.0.1:7070", "user": "ada"}, where="extra")
     assert settings.named(KEYS[0]) == in_domain(KEYS[0], domain_of("ada"))
     assert EngineSettings.of({"node": "127.0.0.1:7070", "shared": True}, where="extra").reach.shared

@@ -20,7 +20,7 @@ class Stuck:
         self.may_end.wait()
 
 
-def test_a_channel_that_never_ends_costs_its_deadline() -> None:
+def test_a_channel_that_never_closes_costs_its_deadline() -> None:
     stuck: Any = Stuck()
     began = time.monotonic()
     close_channel(stuck)

@@ -51,7 +51,7 @@ def test_the_examples_of_a_users_own_tests_run_as_printed() -> None:
     assert printed_by(in_a_process) == ""
 
 
-def test_the_page_of_the_eight_steps_names_every_step_under_its_number() -> None:
+def test_the_page_of_the_eight_steps_names_every_step_with_its_number() -> None:
     text = (DOCS / "eight-steps.md").read_text()
     rows = dict(re.findall(r"^\| (\d) \|(.*)\|$", text, re.MULTILINE))
     assert sorted(rows) == list("12345678")

@@ -91,14 +91,14 @@ def _names(reach: Reach) -> list[tuple[str, bool]]:
     return [(step.name, step.is_done) for step in steps(reach)]
 
 
-def test_all_steps_towards_a_node_are_done(shared_node: NodeProcess, secure: NodeProcess, pki: Path) -> None:
+def test_all_steps_to_reach_a_node_succeed(shared_node: NodeProcess, secure: NodeProcess, pki: Path) -> None:
     plain = [("name", True), ("connection", True), ("protocol", True)]
     assert _names(Reach((shared_node.target,))) == plain
     over = [("name", True), ("connection", True), ("TLS", True)]
     assert _names(Reach((secure.target,), ca=pki / "ca.pem")) == over
 
 
-def test_a_certificate_that_is_asked_for_is_a_step(strict: NodeProcess, pki: Path) -> None:
+def test_a_required_certificate_is_a_step(strict: NodeProcess, pki: Path) -> None:
     with_one = Reach((strict.target,), ca=pki / "ca.pem", certificate=pki / "acme.pem", key=pki / "acme.key")
     assert broken_step(with_one) is None
     without = broken_step(Reach((strict.target,), ca=pki / "ca.pem"))
@@ -116,7 +116,7 @@ def test_a_certificate_that_is_asked_for_is_a_step(strict: NodeProcess, pki: Pat
     assert foreign.said == "the node rejects this client's certificate"
 
 
-def test_each_failure_has_a_sentence_of_its_own(
+def test_each_failure_has_its_own_message(
     shared_node: NodeProcess, secure: NodeProcess, pki: Path, web_server: str, free_port: str
 ) -> None:
     port = secure.target.rpartition(":")[2]
@@ -141,7 +141,7 @@ def test_each_failure_has_a_sentence_of_its_own(
     assert len(said) >= len(cases) - 2
 
 
-def test_a_name_that_is_not_in_the_certificate_is_told(secure: NodeProcess, pki: Path) -> None:
+def test_a_name_that_is_not_in_the_certificate_is_reported(secure: NodeProcess, pki: Path) -> None:
     port = secure.target.rpartition(":")[2]
     step = broken_step(Reach((f"localhost:{port}",), ca=pki / "ca.pem"))
     assert step is not None
@@ -150,7 +150,7 @@ def test_a_name_that_is_not_in_the_certificate_is_told(secure: NodeProcess, pki:
     assert "a name from the node's certificate" in step.advice
 
 
-def test_a_node_that_answers_nothing_costs_a_step_its_time() -> None:
+def test_a_silent_node_costs_a_step_its_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = f"127.0.0.1:{silent.getsockname()[1]}"
         for reach in (Reach((target,)), Reach((target,), tls=True)):
@@ -162,7 +162,7 @@ def test_a_node_that_answers_nothing_costs_a_step_its_time() -> None:
 
 
 @pytest.mark.parametrize("call", ["statistics", "attach"])
-def test_a_call_that_finds_no_node_says_which_step_failed(
+def test_a_call_that_finds_no_node_reports_the_failed_step(
     call: str, free_port: str, secure: NodeProcess
 ) -> None:
     for target, words in ((free_port, "Is the node running"), (secure.target, "uses TLS")):
@@ -174,12 +174,12 @@ def test_a_call_that_finds_no_node_says_which_step_failed(
             assert raw not in str(raised.value)
 
 
-def test_a_status_that_was_waited_for_in_vain_says_which_step_failed(free_port: str) -> None:
+def test_a_status_that_times_out_reports_the_failed_step(free_port: str) -> None:
     with Client(free_port) as client, pytest.raises(NodeUnavailable, match="Is the node running"):
         client.status(wait_s=0.2)
 
 
-def test_the_doctor_walks_to_a_node_and_tells_each_step(
+def test_the_doctor_reports_each_step_to_reach_a_node(
     shared_node: NodeProcess, free_port: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", "--node", shared_node.target]) == 0
@@ -194,10 +194,10 @@ def test_the_doctor_walks_to_a_node_and_tells_each_step(
     assert "fabric" not in said
 
 
-def test_the_doctor_says_where_there_is_no_fabric(
+def test_the_doctor_reports_a_missing_fabric(
     shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A client would go on over gRPC."""
+    """A client would continue over gRPC."""
 
     def missing(_: OwnSide) -> None:
         raise FabricUnavailable("libfabric could not be loaded; install libfabric1.")
@@ -220,7 +220,7 @@ def guarded(tmp_path: Path) -> Iterator[Callable[..., str]]:
         yield lambda: node.target
 
 
-def test_the_doctor_tells_a_wrong_token_from_a_wrong_address(
+def test_the_doctor_distinguishes_a_wrong_token_from_a_wrong_address(
     guarded: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "token").write_text("wrong")
@@ -235,7 +235,7 @@ def test_a_step_reads_as_a_sentence() -> None:
     assert str(Step("name", True, "x is y")) == "x is y."
 
 
-def test_a_proxy_of_the_environment_is_not_asked(
+def test_proxies_from_the_environment_are_not_used(
     shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
@@ -265,7 +265,7 @@ class _FailedCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
         (grpc.StatusCode.INVALID_ARGUMENT, "What the node says.", "What the node says."),
     ],
 )  # fmt: skip
-def test_grpc_internals_do_not_reach_a_user(code: grpc.StatusCode, detail: str, words: str) -> None:
+def test_users_see_no_grpc_internals(code: grpc.StatusCode, detail: str, words: str) -> None:
     failure = Mock(spec=_FailedCall)
     failure.code.return_value, failure.details.return_value = code, detail
     failure.trailing_metadata.return_value = ()
@@ -273,10 +273,10 @@ def test_grpc_internals_do_not_reach_a_user(code: grpc.StatusCode, detail: str, 
     assert words in str(error_from_rpc("Attaching", failure))
 
 
-def test_a_node_that_dies_right_after_it_was_reached_is_a_step_that_fails(
+def test_a_node_that_dies_right_after_it_was_reached_is_a_failed_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And no error of the system's, which a call would raise instead of its own."""
+    """Not a system error, which a call would raise instead of its own."""
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: socket.socket())
     *_, connection, last = steps(Reach(("127.0.0.1:1",)), WAIT_S)
     assert (connection.name, connection.is_done) == ("connection", True)

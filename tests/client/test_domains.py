@@ -123,7 +123,7 @@ def got(client: Client, key: bytes) -> bytes | MissReason:
 
 
 @pytest.mark.parametrize("put", PUTS)
-def test_a_block_of_a_domain_goes_with_it_whichever_way_it_came(
+def test_a_block_of_a_domain_is_erased_with_it_over_either_transport(
     client: Client, put: Callable[[Client, bytes, bytes], None]
 ) -> None:
     plain = block_key(put.__name__.encode())
@@ -168,7 +168,7 @@ def test_a_put_into_another_domain_than_its_keys_is_refused(
 
 
 @pytest.mark.parametrize(("key", "domain", "_"), WRONG)
-def test_the_node_refuses_it_as_well(
+def test_the_node_refuses_a_put_into_another_domain_than_its_keys(
     client: Client, monkeypatch: pytest.MonkeyPatch, key: bytes, domain: bytes, _: str
 ) -> None:
     monkeypatch.setattr("kvstore.client.grpc_blocks.check_domain", lambda *_: None)
@@ -191,7 +191,7 @@ def test_a_domain_has_sixteen_bytes(node: NodeProcess) -> None:
 
 
 @pytest.mark.parametrize("put", [put_over_fabric, put_reserved, put_inline, put_in_a_stream])
-def test_a_node_that_does_not_encrypt_takes_no_domain(
+def test_a_node_without_encryption_accepts_no_domain(
     tmp_path: Path, put: Callable[[Client, bytes, bytes], None]
 ) -> None:
     key = in_domain(block_key(b"plain"), ADA)
@@ -201,7 +201,7 @@ def test_a_node_that_does_not_encrypt_takes_no_domain(
         assert got(client, key) in ABSENT
 
 
-def test_its_lane_writes_none_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_without_encryption_writes_no_domain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.client.fabric_transport._refuse_domains", lambda *_: None)
     key = in_domain(block_key(b"plain"), ADA)
     with NodeProcess(tmp_path / "data", capacity="32MiB") as node, Client(node.target, slots=4) as client:
@@ -212,7 +212,7 @@ def test_its_lane_writes_none_either(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert got(client, key) in ABSENT
 
 
-def test_no_block_of_a_domain_is_said_to_have_landed_in_the_clear(tmp_path: Path) -> None:
+def test_no_block_of_a_domain_is_acknowledged_in_the_clear(tmp_path: Path) -> None:
     key = in_domain(block_key(b"plain"), ADA)
     with NodeProcess(tmp_path / "data", capacity="32MiB") as node, Client(node.target, slots=4) as client:
         with (
@@ -225,7 +225,7 @@ def test_no_block_of_a_domain_is_said_to_have_landed_in_the_clear(tmp_path: Path
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_session_is_imported_into_the_domain_of_its_user(
+def test_a_session_is_imported_into_its_users_domain(
     node: NodeProcess, client: Client, *, shared: bool
 ) -> None:
     keys = [in_domain(block_key(b"exported"), ADA), block_key(b"exported, shared")]
@@ -246,7 +246,7 @@ def test_a_session_is_imported_into_the_domain_of_its_user(
     assert got(client, own[0]) is MissReason.ERASED
 
 
-def test_a_cluster_does_not_put_a_block_of_a_domain_back(
+def test_a_cluster_does_not_repair_a_block_of_a_domain(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ClusterClient([client.target]) as cluster:
@@ -257,7 +257,7 @@ def test_a_cluster_does_not_put_a_block_of_a_domain_back(
         assert added == [block_key(b"back")]
 
 
-def test_keys_of_domains_say_so_and_fit_no_other() -> None:
+def test_keys_made_for_a_domain_show_it_and_match_no_other() -> None:
     keys = [block_key(bytes([number])) for number in range(100)]
     for key in keys:
         one = in_domain(key, ADA)

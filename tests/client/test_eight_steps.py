@@ -53,7 +53,7 @@ def traced(node: NodeProcess, user: str, *more: str, status: int = 0) -> str:
     return done.stdout
 
 
-def test_two_users_over_one_slot_resume_exact_in_other_processes_with_the_eight_steps_in_the_trace(
+def test_two_users_share_one_slot_and_resume_exactly_in_other_processes_with_all_eight_steps_traced(
     node: NodeProcess, tmp_path: Path
 ) -> None:
     slot = tmp_path / "slot"
@@ -127,7 +127,7 @@ def a_resumed_turn(seen: list[dict[str, Any]], blocks: int) -> None:
     a_turn(seen)
 
 
-def test_a_trace_of_nothing(node: NodeProcess) -> None:
+def test_the_trace_of_an_unknown_session(node: NodeProcess) -> None:
     with small_client(node.target) as client, pytest.raises(NoSession):
         client.session("ada", "chat").trace()
     with small_client(node.target, tenant="acme") as client:

@@ -66,7 +66,7 @@ def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NodeInProc
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_ends_at_its_deadline_though_the_node_stands_still(
+def test_a_call_ends_at_its_deadline_when_the_node_is_stopped(
     still: tuple[NodeInProcess, Acme], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, acme = still
@@ -102,7 +102,7 @@ def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_over_its_limit_is_told_at_once_when_to_retry(busy: NodeProcess, name: str) -> None:
+def test_a_call_over_the_rate_is_told_when_to_retry(busy: NodeProcess, name: str) -> None:
     nothing = Acme(cast("Client", None), 1, Leased(0, already_stored=False, generation=0, payload=0, flag=0))
     with grpc.insecure_channel(busy.target) as channel:
         stub = stubs(channel)

@@ -78,7 +78,7 @@ def served(node: NodeInProcess) -> int:
     return int(node.call(lambda one: one.fabric.statistics().served))
 
 
-def test_puts_and_gets_make_no_call_of_grpc(rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_puts_and_gets_make_no_grpc_call(rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.client.attach()
     forbid_grpc(rig.client, monkeypatch)
     blocks = [rig.block(number, 100_000) for number in range(8)]
@@ -91,7 +91,7 @@ def test_puts_and_gets_make_no_call_of_grpc(rig: ClientWithBuffers, monkeypatch:
     assert rig.client.reserve(blocks).already_stored == 8
 
 
-def test_where_the_core_takes_no_call_it_goes_by_grpc(
+def test_calls_that_the_core_cannot_take_are_made_over_grpc(
     rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = link_of(rig.client)
@@ -103,7 +103,7 @@ def test_where_the_core_takes_no_call_it_goes_by_grpc(
     assert all(map(rig.is_exact, blocks))
 
 
-def test_a_place_is_free_when_its_call_is_answered_though_the_blocks_are_not_there(
+def test_a_place_is_free_once_its_call_is_answered_even_before_the_blocks_arrive(
     inside: NodeInProcess, rig_inside: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = rig_inside
@@ -129,7 +129,7 @@ def test_a_place_is_free_when_its_call_is_answered_though_the_blocks_are_not_the
     assert [get.wait() for get in gets] == [[Hit(block.key)] for block in blocks]
 
 
-def test_a_fabric_that_takes_no_more_leaves_the_call_to_grpc(
+def test_a_call_is_made_over_grpc_when_the_fabric_accepts_no_more(
     rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = rig.block(0)
@@ -147,7 +147,7 @@ def test_a_fabric_that_takes_no_more_leaves_the_call_to_grpc(
     assert rig.client._core.link is link
 
 
-def test_a_generation_that_no_word_holds_is_refused(rig: ClientWithBuffers, node: NodeProcess) -> None:
+def test_a_generation_that_fits_in_no_word_is_refused(rig: ClientWithBuffers, node: NodeProcess) -> None:
     block = rig.block(0)
     put(rig, [block])
     link = link_of(rig.client)
@@ -167,10 +167,10 @@ def test_a_generation_that_no_word_holds_is_refused(rig: ClientWithBuffers, node
     assert "Traceback" not in node.log()
 
 
-def test_metadata_that_is_none_costs_nobody_else_anything(
+def test_invalid_metadata_affects_no_other_client(
     inside: NodeInProcess, rig_inside: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The C core does not look at it, and the node when it takes note of what was served."""
+    """The C core doesn't read it, and the node reads it only when it records what was served."""
     rig, block = rig_inside, rig_inside.block(0, 50_000)
     put(rig, [block])
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_metadata_that_is_none_costs_nobody_else_anything(
     assert get(rig, [block]) == [Hit(block.key)]
 
 
-def test_a_client_of_an_earlier_version_is_given_no_place(
+def test_a_client_of_an_earlier_version_gets_no_place_for_calls(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = pb.AttachRequest
@@ -205,7 +205,7 @@ def test_a_client_of_an_earlier_version_is_given_no_place(
 
 
 @pytest.mark.parametrize("by_grpc", [False, True])
-def test_refusals_are_the_same_everywhere(rig: ClientWithBuffers, by_grpc: bool) -> None:  # noqa: FBT001
+def test_refusals_are_the_same_over_both_transports(rig: ClientWithBuffers, by_grpc: bool) -> None:  # noqa: FBT001
     link = link_of(rig.client)
     if by_grpc:
         link.calls = None
@@ -219,9 +219,7 @@ def test_refusals_are_the_same_everywhere(rig: ClientWithBuffers, by_grpc: bool)
     rig.client.reserve([rig.block(0)]).give_back()
 
 
-def test_a_spoilt_call_ends_the_connection_and_nothing_else(
-    rig: ClientWithBuffers, node: NodeProcess
-) -> None:
+def test_a_corrupt_call_ends_only_its_connection(rig: ClientWithBuffers, node: NodeProcess) -> None:
     block = rig.block(0)
     put(rig, [block])
     link = link_of(rig.client)
@@ -258,7 +256,7 @@ def test_a_spoilt_call_ends_the_connection_and_nothing_else(
     assert rig.is_exact(block)
 
 
-def test_a_node_that_stands_still_costs_a_get_its_deadline_and_a_reserve_an_error(
+def test_a_stopped_node_costs_a_get_its_deadline_and_fails_a_reserve(
     rig: ClientWithBuffers, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = rig.block(0)
@@ -285,7 +283,9 @@ def test_a_node_that_stands_still_costs_a_get_its_deadline_and_a_reserve_an_erro
     os.kill(node.pid, signal.SIGCONT)
 
 
-def test_a_client_that_closes_in_the_middle_ends_its_calls(rig: ClientWithBuffers, node: NodeProcess) -> None:
+def test_a_client_that_closes_in_the_middle_of_calls_ends_them(
+    rig: ClientWithBuffers, node: NodeProcess
+) -> None:
     block = rig.block(0)
     put(rig, [block])
     outcomes: list[Hit | Miss] = []
@@ -306,7 +306,7 @@ def test_a_client_that_closes_in_the_middle_ends_its_calls(rig: ClientWithBuffer
 # --- what the C core answers by itself
 
 
-def test_a_block_that_is_deleted_is_gone_from_the_shelf_at_once(
+def test_a_deleted_block_leaves_the_shelf_at_once(
     inside: NodeInProcess, rig_inside: ClientWithBuffers
 ) -> None:
     rig, blocks = rig_inside, [rig_inside.block(number, 50_000) for number in range(6)]
@@ -326,10 +326,10 @@ def test_a_block_that_is_deleted_is_gone_from_the_shelf_at_once(
 
 
 @pytest.mark.parametrize("way", ["_read", "_keep_arrived"])
-def test_a_block_that_was_deleted_while_it_was_read_does_not_come_onto_the_shelf(
+def test_a_block_deleted_while_it_is_read_is_not_put_on_the_shelf(
     inside: NodeInProcess, rig_inside: ClientWithBuffers, way: str
 ) -> None:
-    """Before what was read is looked at: that which the store has read, and that which a reader has."""
+    """Before the bytes read are processed: those read by the store, and those read by a reader."""
     rig, block = rig_inside, rig_inside.block(0, 50_000)
     put(rig, [block])
     if way == "_read":
@@ -377,7 +377,7 @@ def test_another_tenants_block_is_not_served(inside: NodeInProcess, rig_inside: 
     assert served(inside) == before
 
 
-def test_queries_learn_of_calls_answered_without_the_application(
+def test_look_ups_include_calls_answered_without_python(
     inside: NodeInProcess, rig_inside: ClientWithBuffers
 ) -> None:
     rig, blocks = rig_inside, [rig_inside.block(number, 50_000) for number in range(4)]
@@ -396,7 +396,7 @@ def test_queries_learn_of_calls_answered_without_the_application(
     assert served(inside) >= 4
 
 
-def test_a_tenant_with_a_rate_is_counted_each_time(tmp_path: Path) -> None:
+def test_a_tenants_rate_counts_calls_over_the_fabric(tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\nrequests_per_s = 4\n')
     arguments = ("--tenants", str(tenants))
@@ -411,7 +411,7 @@ def test_a_tenant_with_a_rate_is_counted_each_time(tmp_path: Path) -> None:
         assert any(isinstance(one, Miss) and one.reason is MissReason.BUSY for one in outcomes)
 
 
-def test_a_token_that_is_taken_away_ends_the_connections_that_it_opened(tmp_path: Path) -> None:
+def test_revoking_a_token_ends_the_connections_opened_with_it(tmp_path: Path) -> None:
     """Calls over the fabric carry no token, so a stolen one must not live on in a connection."""
     tenants = tmp_path / "tenants.toml"
     one, two = token_digest("one"), token_digest("two")
@@ -431,8 +431,8 @@ def test_a_token_that_is_taken_away_ends_the_connections_that_it_opened(tmp_path
 
 
 @pytest.mark.slow
-def test_bytes_are_exact_while_blocks_come_and_go_under_the_shelf(tmp_path: Path) -> None:
-    """Four users put, get and delete what the others have just put or deleted, in a memory too small for all."""
+def test_bytes_are_exact_while_blocks_enter_and_leave_the_shelf(tmp_path: Path) -> None:
+    """Four users put, get and delete each other's latest blocks, in a memory too small for all."""
     blocks, length = 40, 6 * MIB
     contents = [random.Random(number).randbytes(length) for number in range(blocks)]
     until_s = time.monotonic() + 8

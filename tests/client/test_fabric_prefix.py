@@ -97,7 +97,7 @@ def test_blocks_in_memory_are_counted_without_python(
     assert not link_of(rig.client).operations
 
 
-def test_other_look_ups_mean_what_they_mean_over_grpc(
+def test_other_look_ups_mean_the_same_as_over_grpc(
     rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, never, deleted = put(rig), block_key(b"never put"), block_key(b"deleted")
@@ -126,8 +126,8 @@ def test_other_look_ups_mean_what_they_mean_over_grpc(
     assert calls == [2 * COUNT + 1, 1, COUNT + 1, COUNT + 1, BATCH_BLOCKS_MAX, COUNT + 1]
 
 
-def test_what_belongs_to_others_is_not_counted(inside: NodeInProcess, rig: ClientWithBuffers) -> None:
-    """Though it is in the node's memory, under the same keys."""
+def test_blocks_of_others_are_not_counted(inside: NodeInProcess, rig: ClientWithBuffers) -> None:
+    """Although they are in the node's memory, under the same keys."""
     keys = put(rig)
     others: list[dict[str, Any]] = [{"layout": b"another"}, {"tenant": "another"}]
     for given, reason in zip(others, (MissReason.LAYOUT, MissReason.UNKNOWN), strict=True):
@@ -147,7 +147,7 @@ def test_a_look_up_in_memory_is_recorded_with_its_request(rig: ClientWithBuffers
     assert (told.kind, told.runs) == (Kind.PREFIX, (Run(COUNT, Outcome.STORED),))
 
 
-def test_a_deleted_block_is_not_counted_any_more(rig: ClientWithBuffers) -> None:
+def test_a_deleted_block_is_no_longer_counted(rig: ClientWithBuffers) -> None:
     keys = put(rig)
     rig.client.delete(keys[3:4])
     assert rig.client.prefix(keys) == Prefix(3, Miss(MissReason.UNKNOWN, "it was deleted"))
@@ -169,7 +169,7 @@ def test_a_look_up_whose_link_is_lost_is_made_over_grpc(
     assert not rig.client.is_attached
 
 
-def test_calls_that_the_fabric_does_not_take_are_made_over_grpc(
+def test_calls_that_the_fabric_does_not_accept_are_made_over_grpc(
     rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, begin = put(rig), FabricCalls.begin
@@ -187,7 +187,7 @@ def test_calls_that_the_fabric_does_not_take_are_made_over_grpc(
     assert rig.client.prefix(keys) == Prefix(COUNT, None)
 
 
-def test_a_node_of_an_earlier_version_is_asked_over_grpc(
+def test_a_node_of_an_earlier_version_is_called_over_grpc(
     rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = put(rig)
@@ -197,7 +197,7 @@ def test_a_node_of_an_earlier_version_is_asked_over_grpc(
     assert rig.client.calls == asked + 1
 
 
-def test_a_look_up_ends_by_its_deadline_and_leaves_nothing(node: NodeProcess) -> None:
+def test_a_look_up_ends_by_its_deadline_and_leaves_nothing_behind(node: NodeProcess) -> None:
     with small_client(node.target) as client:
         key = block_key(b"x")
         client.attach()
@@ -213,7 +213,7 @@ def test_a_look_up_ends_by_its_deadline_and_leaves_nothing(node: NodeProcess) ->
         assert client._core.link is link
 
 
-def test_a_tenant_with_a_rate_is_counted_each_time(tmp_path: Path) -> None:
+def test_a_tenants_rate_counts_prefix_look_ups(tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\nrequests_per_s = 4\n')
     with (

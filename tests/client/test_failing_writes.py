@@ -65,9 +65,7 @@ def stored(rig: ClientWithBuffers, block: Block) -> bool:
 
 
 @pytest.mark.parametrize("reserved", [True, False])
-def test_acknowledged_blocks_are_stored_and_exact_and_no_others_are(
-    rig: ClientWithBuffers, *, reserved: bool
-) -> None:
+def test_exactly_the_acknowledged_blocks_are_stored(rig: ClientWithBuffers, *, reserved: bool) -> None:
     good = bad = 0
     for turn in range(ROUNDS):
         rig.source[:] = secrets.token_bytes(16 * MIB)  # what an earlier round left in a slot is wrong now

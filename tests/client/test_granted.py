@@ -56,7 +56,7 @@ def is_settled(node: NodeInProcess) -> bool:
     return bool(node.call(settled))
 
 
-def test_a_block_that_has_landed_is_read_back_at_once(node: NodeInProcess, rig: ClientWithBuffers) -> None:
+def test_a_landed_block_can_be_read_back_at_once(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     dice = random.Random(17)
     for number in range(150):
         block = rig.block(number, dice.randrange(1, 200_000), offset=dice.randrange(MIB))
@@ -71,15 +71,15 @@ def test_a_block_that_has_landed_is_read_back_at_once(node: NodeInProcess, rig: 
 
 
 @pytest.mark.parametrize("drives", [1, 3])
-def test_blocks_are_written_and_read_back_while_the_nodes_python_stands_still(
+def test_blocks_are_written_and_read_back_while_the_nodes_python_is_blocked(
     tmp_path: Path, drives: int
 ) -> None:
-    """Between the flag and `written` there is not one Python frame at the node: its thread is held meanwhile."""
+    """No Python runs at the node between the flag and `written`: its thread is held meanwhile."""
     with NodeInProcess(tmp_path / "node", drives=drives) as node, closing(ClientWithBuffers(node)) as rig:
         while_python_stands_still(node, rig)
 
 
-def test_a_lanes_block_is_known_before_its_name_is_put_another_way(
+def test_a_block_written_by_a_lane_is_known_before_its_name_is_put_another_way(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     rig.client.put([rig.block(0, 5000)])
@@ -129,7 +129,7 @@ def while_python_stands_still(node: NodeInProcess, rig: ClientWithBuffers) -> No
     assert rig.client.status(wait_s=WAIT_S).blocks == 41
 
 
-def test_any_number_is_armed_over_a_few_slots_and_with_one_flag(node: NodeInProcess) -> None:
+def test_any_number_of_puts_is_armed_over_a_few_slots_with_one_flag(node: NodeInProcess) -> None:
     count, length = 5000, 4000
     with Client(node.target, slots=4) as client, FlagWords.create(1) as flags:
         kv = client.register(memory := allocate(count * 4096))
@@ -172,7 +172,7 @@ def test_a_put_is_armed_before_its_block_has_a_name(rig: ClientWithBuffers) -> N
         rig.client.get(blocks)
 
 
-def test_a_name_that_comes_after_the_put_has_fired_costs_no_link(rig: ClientWithBuffers) -> None:
+def test_naming_a_put_after_it_has_fired_does_not_cost_the_link(rig: ClientWithBuffers) -> None:
     """The client has not been told yet that the put has failed."""
     rig.client.attach()
     before = rig.client._core.link
@@ -187,15 +187,13 @@ def test_a_name_that_comes_after_the_put_has_fired_costs_no_link(rig: ClientWith
     assert rig.client._core.link is before
 
 
-def test_a_block_that_is_larger_than_was_agreed_is_refused_here(rig: ClientWithBuffers) -> None:
+def test_a_block_larger_than_agreed_is_refused_by_the_client(rig: ClientWithBuffers) -> None:
     with pytest.raises(InvalidArgument, match="up to 1048576 bytes"):
         rig.client.put([rig.block(0, MIB + 1)])
     assert rig.client.put([rig.block(0)])[0].error is None
 
 
-def test_a_put_whose_flag_does_not_come_in_time_never_goes_out(
-    node: NodeInProcess, rig: ClientWithBuffers
-) -> None:
+def test_a_put_whose_flag_is_late_is_never_sent(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     puts = rig.client.arm([rig.block(0)], rig.flags[0], lease_ms=30)
     (result,) = puts.wait(WAIT_S)
     assert isinstance(result.error, DeadlineExceeded)
@@ -207,7 +205,7 @@ def test_a_put_whose_flag_does_not_come_in_time_never_goes_out(
     assert connections(node) == 1, "the link is the same"
 
 
-def test_a_block_deleted_right_after_it_landed_stays_gone(
+def test_a_block_deleted_right_after_it_landed_stays_deleted(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     for number in range(60):
@@ -222,7 +220,7 @@ def test_a_block_deleted_right_after_it_landed_stays_gone(
         assert isinstance(outcome, Miss), number
 
 
-def test_a_landed_block_stays_as_the_hot_copy(node: NodeInProcess, rig: ClientWithBuffers) -> None:
+def test_a_landed_block_becomes_the_hot_copy(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(16)]
     assert all(one.error is None for one in rig.client.put(blocks))
     before = rig.client.statistics()
@@ -236,9 +234,7 @@ def test_a_landed_block_stays_as_the_hot_copy(node: NodeInProcess, rig: ClientWi
     )
 
 
-def test_a_client_that_puts_nothing_for_a_while_holds_no_memory(
-    node: NodeInProcess, rig: ClientWithBuffers
-) -> None:
+def test_an_idle_client_holds_no_memory(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     rig.client.put([rig.block(0, LENGTH)])
     assert node.call(lambda inside: inside.hot.shares.total_bytes) > 0
     wait_until(lambda: node.call(lambda inside: inside.hot.shares.total_bytes) == 0, "it is given back")
@@ -247,8 +243,8 @@ def test_a_client_that_puts_nothing_for_a_while_holds_no_memory(
     assert rig.client.put([rig.block(1, LENGTH)])[0].error is None
 
 
-def test_puts_wait_for_memory_and_for_nothing_else(tmp_path: Path) -> None:
-    """The hot memory has room for six such blocks; forty go through it, one client's beside another's."""
+def test_puts_wait_only_for_memory(tmp_path: Path) -> None:
+    """The hot memory has room for six such blocks; forty pass through it, from two clients."""
     with NodeInProcess(tmp_path / "node", hot_bytes=6 * MIB + MIB // 2) as node:
         rigs = ClientWithBuffers(node), ClientWithBuffers(node)
         for rig in rigs:
@@ -294,7 +290,7 @@ def test_an_invalid_put_in_a_slot_ends_only_its_connection(node: NodeInProcess) 
         rig.close()
 
 
-def test_puts_under_way_when_the_node_goes_end_with_an_error(tmp_path: Path) -> None:
+def test_puts_in_flight_when_the_node_stops_fail(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "node") as node:
         rig = ClientWithBuffers(node)
         rig.client.put([rig.block(0, LENGTH)])
@@ -305,7 +301,7 @@ def test_puts_under_way_when_the_node_goes_end_with_an_error(tmp_path: Path) -> 
     rig.close()
 
 
-def test_blocks_that_wait_for_the_drive_can_be_read_and_deleted(
+def test_blocks_waiting_for_the_drive_can_be_read_and_deleted(
     node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
@@ -328,10 +324,10 @@ def test_blocks_that_wait_for_the_drive_can_be_read_and_deleted(
 
 
 @pytest.mark.node("in process", hot_bytes=2 * MIB)
-def test_blocks_of_other_sizes_get_room_when_those_of_one_size_have_all_that_a_client_may_hold(
+def test_blocks_of_another_size_get_memory_when_one_size_has_used_a_clients_share(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
-    """Whatever was given for one size and is not used is taken back for the other."""
+    """Unused grants of one size are withdrawn for the other."""
     for length in (MIB - PAGE, 2 * PAGE, MIB, 3 * PAGE, MIB // 2, MIB):
         block = rig.block(length % 997, length, offset=0)
         assert rig.client.put([block, rig.block(length % 991, 2 * PAGE)], timeout_s=WAIT_S)[0].error is None
@@ -353,10 +349,10 @@ def lost(node: NodeInProcess) -> int:
 
 
 @pytest.mark.parametrize("is_new_life", [False, True])
-def test_other_bytes_under_a_key_that_only_the_drive_has_are_refused(
+def test_other_bytes_under_a_key_that_is_only_on_the_drive_are_refused(
     tmp_path: Path, *, is_new_life: bool
 ) -> None:
-    """`landed` is said before the drive is asked, so the node has to know what names are there."""
+    """`landed` is sent before the drive is read, so the node must know which names are stored."""
     with ExitStack() as stack:
         node = stack.enter_context(NodeInProcess(tmp_path / "node"))
         rig = ClientWithBuffers(node)
@@ -386,7 +382,7 @@ def test_other_bytes_under_a_key_that_only_the_drive_has_are_refused(
         assert all(one.error is None for one in rig.client.put(others, durability=LANDED))
 
 
-def test_other_bytes_under_a_key_that_is_to_expire_are_refused(
+def test_other_bytes_under_a_key_that_will_expire_are_refused(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     soon_ms = int(time.time() * 1000) + 60_000
@@ -399,10 +395,10 @@ def test_other_bytes_under_a_key_that_is_to_expire_are_refused(
     assert lost(node) == 0
 
 
-def test_a_name_is_free_again_when_its_block_is_gone(
+def test_a_key_can_be_reused_once_its_block_is_removed(
     node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is there to be compared with, so `landed` is said without the drive."""
+    """There is nothing to compare with, so `landed` is sent without reading the drive."""
     block = rig.block(0, LENGTH)
     for _ in range(3):
         assert rig.client.put([block])[0].error is None

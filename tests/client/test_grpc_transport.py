@@ -91,7 +91,7 @@ class Held:
             yield one
 
 
-def test_a_region_is_held_until_its_puts_have_ended(rig: GrpcClient) -> None:
+def test_a_region_is_busy_until_its_puts_have_ended(rig: GrpcClient) -> None:
     with FlagWords.create(1) as flags:
         puts = rig.client.arm([rig.block(0)], flags[0])
         with pytest.raises(RegionBusy):
@@ -105,7 +105,7 @@ def test_a_region_is_held_until_its_puts_have_ended(rig: GrpcClient) -> None:
         rig.client.put([Block(block_key(b"closed"), rig.kv, 0, SIZE)])
 
 
-def test_memory_of_an_abandoned_put_is_not_read_any_more(
+def test_memory_of_an_abandoned_put_is_no_longer_read(
     rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(rig, monkeypatch)
@@ -127,7 +127,7 @@ def test_memory_of_an_abandoned_put_is_not_read_any_more(
     assert isinstance(rig.client.get_inline(rig.block(1).key, SIZE), Miss)
 
 
-def test_a_client_that_closes_reads_nothing_more(rig: GrpcClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_client_reads_no_more_memory(rig: GrpcClient, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(rig, monkeypatch)
     with FlagWords.create(1) as flags:
         waiting = rig.client.arm([rig.block(2)], flags[0])
@@ -142,7 +142,9 @@ def test_a_client_that_closes_reads_nothing_more(rig: GrpcClient, monkeypatch: p
     assert waiting.progress()[0] == 0
 
 
-def test_blocks_that_fire_together_go_in_one_stream(rig: GrpcClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_fire_together_are_sent_in_one_stream(
+    rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     streams = []
     inline = rig.client._inline
     put_many = inline.put_many
@@ -173,7 +175,7 @@ def test_a_block_is_named_before_it_fires_or_not_sent(rig: GrpcClient) -> None:
     assert rig.client.get_inline(block_key(b"named"), SIZE) == b"\7" * SIZE
 
 
-def test_pieces_and_parts_come_back_in_their_places(rig: GrpcClient) -> None:
+def test_pieces_and_parts_are_returned_to_their_places(rig: GrpcClient) -> None:
     rig.fill(0)
     rig.memory[:200], rig.memory[SIZE : SIZE + 100] = b"a" * 200, b"b" * 100
     key = block_key(b"pieces")
@@ -189,7 +191,7 @@ def test_pieces_and_parts_come_back_in_their_places(rig: GrpcClient) -> None:
     assert rig.memory.count(0) == len(rig.memory) - 400
 
 
-def test_blocks_come_in_their_order_and_a_waiter_gets_the_first(
+def test_blocks_arrive_in_order_and_a_waiter_gets_the_first(
     rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.fill(3)
@@ -235,7 +237,7 @@ def busy_at_first(rig: GrpcClient, monkeypatch: pytest.MonkeyPatch, keys: set[by
     return asked
 
 
-def test_a_node_that_is_too_busy_for_a_block_is_asked_again(
+def test_a_block_is_requested_again_when_the_node_is_busy(
     rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.fill(6)
@@ -250,7 +252,7 @@ def test_a_node_that_is_too_busy_for_a_block_is_asked_again(
     assert rig.client.get(blocks, timeout_s=0.001) == [Miss(MissReason.BUSY)] * 6, "there was no time for it"
 
 
-def test_many_threads_get_what_is_stored_and_no_miss(node: NodeProcess) -> None:
+def test_many_threads_get_stored_blocks_without_a_miss(node: NodeProcess) -> None:
     rig = GrpcClient(node, block_bytes_max=1 << 20)
     with rig.client as client:
         memory = bytearray(32 << 20)
@@ -273,7 +275,7 @@ def test_many_threads_get_what_is_stored_and_no_miss(node: NodeProcess) -> None:
         assert all(memory[n << 19 : (n + 1) << 19] == bytes([n]) * (1 << 19) for n in range(64))
 
 
-def test_puts_that_the_node_has_no_memory_for_are_sent_again(
+def test_puts_for_which_the_node_has_no_memory_are_retried(
     rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inline, sent = rig.client._inline, list[int]()
@@ -292,7 +294,7 @@ def test_puts_that_the_node_has_no_memory_for_are_sent_again(
     assert sum(sent) == 4
 
 
-def test_blocks_that_a_broken_stream_did_not_take_have_its_error(
+def test_blocks_not_accepted_by_a_broken_stream_have_its_error(
     rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = NotAuthenticated("The token is not valid.")
@@ -303,9 +305,7 @@ def test_blocks_that_a_broken_stream_did_not_take_have_its_error(
     assert [one.error for one in results] == [broken] * 3
 
 
-def test_a_region_is_held_while_a_get_into_it_goes_on(
-    rig: GrpcClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_region_is_busy_during_a_get_into_it(rig: GrpcClient, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.client.put([rig.block(0)])
     came, goes_on = threading.Event(), threading.Event()
     inline = rig.client._inline
@@ -330,7 +330,7 @@ def test_a_region_is_held_while_a_get_into_it_goes_on(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_callback_may_fail_or_close_the_client(rig: GrpcClient) -> None:
+def test_a_callback_may_raise_or_close_the_client(rig: GrpcClient) -> None:
     def fail(_: object) -> None:
         raise RuntimeError("the caller's own")
 
@@ -342,7 +342,7 @@ def test_a_callback_may_fail_or_close_the_client(rig: GrpcClient) -> None:
 
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
-def test_mistakes_are_usage_errors_whatever_the_transport(node: NodeProcess, transport: str) -> None:
+def test_mistakes_are_usage_errors_with_every_transport(node: NodeProcess, transport: str) -> None:
     rig = GrpcClient(node, transport=transport)
     block, wrong = rig.block(0), cast("Any", 7)
     with rig.client as client:
@@ -363,7 +363,7 @@ def test_mistakes_are_usage_errors_whatever_the_transport(node: NodeProcess, tra
         assert client.getting([block]).wait(0) == []
 
 
-def test_a_node_that_is_away_is_a_miss_and_an_error_within_the_deadline() -> None:
+def test_an_absent_node_is_a_miss_and_an_error_within_the_deadline() -> None:
     with LocalNode() as node:
         rig = GrpcClient(node, get_timeout_ms=2_000)
         with rig.client as client:
@@ -381,7 +381,7 @@ def test_a_node_that_is_away_is_a_miss_and_an_error_within_the_deadline() -> Non
             assert time.monotonic() - began_s < 15
 
 
-def test_without_libfabric_blocks_go_inside_grpc_and_that_is_said_once(
+def test_without_libfabric_blocks_are_sent_over_grpc_and_that_is_logged_once(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing(_: OwnSide) -> None:
@@ -407,7 +407,7 @@ def test_without_libfabric_blocks_go_inside_grpc_and_that_is_said_once(
         Client(node.target, transport="pigeon")
 
 
-def test_a_cluster_without_a_fabric_has_copies_and_finds_them() -> None:
+def test_a_cluster_without_a_fabric_stores_and_finds_replicas() -> None:
     with (
         LocalNode() as one,
         LocalNode() as two,

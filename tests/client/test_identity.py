@@ -300,14 +300,14 @@ def header(token: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {token}")]
 
 
-def test_the_table_has_every_call_of_the_service() -> None:
+def test_the_table_lists_every_call_of_the_service() -> None:
     services = [service for file in FILES for service in file.DESCRIPTOR.services_by_name.values()]
     calls = [method.name for service in services for method in service.methods]
     assert sorted(CALLS) == sorted(calls)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_done_for_the_right_tenant_alone(shared: NodeProcess, name: str) -> None:
+def test_a_call_is_authorized_only_for_its_own_tenant(shared: NodeProcess, name: str) -> None:
     owner = f"acme-{name}"
     with having(shared, owner) as acme, grpc.insecure_channel(shared.target) as channel:
         stub = stubs(channel)
@@ -330,7 +330,7 @@ def test_a_call_is_done_for_the_right_tenant_alone(shared: NodeProcess, name: st
             assert (code, why) == (grpc.StatusCode.OK, "") or (name in OF_WRONG_PROVIDER and "fabric" in why)
 
 
-def test_one_tenant_gets_nothing_of_anothers(shared: NodeProcess) -> None:
+def test_a_tenant_reads_nothing_of_another_tenant(shared: NodeProcess) -> None:
     with having(shared, "acme-reads") as acme, small_client(shared.target, token="zeta") as zeta:
         assert acme.client.get_inline(KEY, PAGE) == b"a" * PAGE
         assert zeta.get_inline(KEY, PAGE) == Miss(MissReason.UNKNOWN)
@@ -341,7 +341,7 @@ def test_one_tenant_gets_nothing_of_anothers(shared: NodeProcess) -> None:
         assert acme.client.get_inline(KEY, PAGE) == b"a" * PAGE
 
 
-def test_a_client_without_a_good_token_is_told_so(shared: NodeProcess) -> None:
+def test_a_client_without_a_valid_token_is_refused(shared: NodeProcess) -> None:
     with small_client(shared.target) as client:
         kv = client.register(allocate(PAGE))
         with pytest.raises(NotAuthenticated, match="give the client one"):
@@ -356,7 +356,7 @@ def test_a_client_without_a_good_token_is_told_so(shared: NodeProcess) -> None:
         client.put_inline(KEY, b"x")
 
 
-def test_a_tenants_rate_is_kept(shared: NodeProcess) -> None:
+def test_a_tenants_rate_is_enforced(shared: NodeProcess) -> None:
     with small_client(shared.target, token="slow") as client:
         kv = client.register(allocate(PAGE))
         blocks = [Block(block_key(bytes([i])), kv, 0, PAGE) for i in range(3)]
@@ -369,7 +369,7 @@ def test_a_tenants_rate_is_kept(shared: NodeProcess) -> None:
         assert miss.reason is MissReason.BUSY
 
 
-def test_tenants_read_again_lose_and_gain_without_a_restart(
+def test_reloaded_tenants_are_removed_and_added_without_a_restart(
     guarded: NodeProcess, acme: Acme, tenants: Path
 ) -> None:
     tenants.write_text(f'[zeta]\ntokens_sha256 = ["{token_digest("zeta-2")}"]\n')
@@ -388,7 +388,7 @@ def test_tenants_read_again_lose_and_gain_without_a_restart(
         assert client.put_inline(KEY, b"x") is Durability.WRITTEN
 
 
-def test_the_audit_log_has_accepted_and_refused_callers(
+def test_the_audit_log_records_accepted_and_refused_callers(
     guarded: NodeProcess, acme: Acme, tmp_path: Path
 ) -> None:
     with small_client(guarded.target, token="guess") as client, pytest.raises(NotAuthenticated):
@@ -454,7 +454,7 @@ def over_tls(pki: Path, *more: str) -> tuple[str, ...]:
     return ("--tls-cert", str(pki / "node.pem"), "--tls-key", str(pki / "node.key"), *more)
 
 
-def test_over_tls_a_token_is_enough_and_a_plain_or_distrustful_client_gets_nowhere(
+def test_over_tls_a_token_suffices_and_plain_or_untrusting_clients_are_refused(
     tmp_path: Path, tenants: Path, pki: Path
 ) -> None:
     more = over_tls(pki, "--tenants", str(tenants))
@@ -478,7 +478,7 @@ def test_over_tls_a_token_is_enough_and_a_plain_or_distrustful_client_gets_nowhe
                 client.put_inline(KEY, b"x")
 
 
-def test_certificates_of_clients_are_their_tokens(tmp_path: Path, tenants: Path, pki: Path) -> None:
+def test_client_certificates_work_as_tokens(tmp_path: Path, tenants: Path, pki: Path) -> None:
     more = over_tls(pki, "--tls-clients", str(pki / "ca.pem"), "--tenants", str(tenants))
 
     def shown(name: str) -> dict[str, Path]:
@@ -508,7 +508,7 @@ def test_certificates_of_clients_are_their_tokens(tmp_path: Path, tenants: Path,
         (("tenants",), "--tls-cert, --tls-key"),
     ],
 )
-def test_beyond_loopback_a_node_needs_tls_and_tenants(
+def test_a_node_outside_loopback_needs_tls_and_tenants(
     tmp_path: Path, given: tuple[str, ...], wanting: str
 ) -> None:
     settings: dict[str, Any] = {}
@@ -520,7 +520,7 @@ def test_beyond_loopback_a_node_needs_tls_and_tenants(
         NodeConfig(tmp_path, host="192.0.2.1", **settings)
 
 
-def test_with_both_a_node_may_listen_anywhere(tmp_path: Path) -> None:
+def test_with_tls_and_tenants_a_node_may_listen_anywhere(tmp_path: Path) -> None:
     paths: dict[str, Any] = {"tls_certificate": tmp_path, "tls_key": tmp_path, "tenants": tmp_path}
     assert NodeConfig(tmp_path, host="0.0.0.0", **paths).host == "0.0.0.0"
 
@@ -539,14 +539,14 @@ def test_with_both_a_node_may_listen_anywhere(tmp_path: Path) -> None:
         (("--audit", "/"), "audit log / can't be written"),
     ],
 )
-def test_settings_that_cannot_be_used_end_the_node_with_a_sentence(
+def test_unusable_settings_end_the_node_with_one_sentence(
     tmp_path: Path, more: tuple[str, ...], why: str
 ) -> None:
     with pytest.raises(NodeUnavailable, match=why):
         small_node(tmp_path / "node", arguments=more)
 
 
-def test_each_mistake_in_the_certificates_has_a_sentence_of_its_own(tmp_path: Path, pki: Path) -> None:
+def test_each_mistake_in_the_certificates_has_its_own_message(tmp_path: Path, pki: Path) -> None:
     def refused(certificate: str, key: str, *more: str) -> str:
         arguments = ("--tls-cert", str(pki / certificate), "--tls-key", str(pki / key), *more)
         with pytest.raises(NodeUnavailable) as raised:
@@ -564,19 +564,19 @@ def test_each_mistake_in_the_certificates_has_a_sentence_of_its_own(tmp_path: Pa
     assert "can't be used" in refused("cut.pem", "node.key")
 
 
-def test_a_port_that_cannot_be_taken_is_told_by_its_reason(shared: NodeProcess, tmp_path: Path) -> None:
+def test_an_unavailable_port_is_reported_with_the_reason(shared: NodeProcess, tmp_path: Path) -> None:
     taken = shared.target.rpartition(":")[2]
     with pytest.raises(NodeUnavailable, match=f"Port {taken} on 127.0.0.1 is in use by another process"):
         small_node(tmp_path / "node", port=int(taken))
 
 
-def test_a_client_whose_files_cannot_be_read_is_told_which(tmp_path: Path) -> None:
+def test_unreadable_files_of_a_client_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere could not be read"):
         small_client("127.0.0.1:1", ca=tmp_path / "nowhere")
 
 
-def test_a_connection_number_is_not_a_key(shared: NodeProcess) -> None:
-    """What a thief of numbers could do without the check: fetch acme's blocks into acme's memory, or end its leases."""
+def test_a_connection_number_is_not_a_credential(shared: NodeProcess) -> None:
+    """Without the check, a guessed number could fetch acme's blocks into acme's memory, or end its leases."""
     with having(shared, "acme") as acme, small_client(shared.target, token="zeta") as zeta:
         kv = zeta.register(allocate(PAGE))
         link = zeta._core.attached(WAIT_S)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.conftest import ClientWithBuffers
 
 
-def test_a_put_has_landed_before_it_has_ended(rig: ClientWithBuffers) -> None:
+def test_a_put_lands_before_it_ends(rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number) for number in range(4)]
     armed = rig.client.arm(blocks, rig.flags[0])
     assert not armed.wait_landed(0.05)
@@ -28,7 +28,7 @@ def test_a_put_has_landed_before_it_has_ended(rig: ClientWithBuffers) -> None:
     assert rig.client.prefix([block.key for block in blocks]).blocks == 4
 
 
-def test_abandoned_puts_are_never_sent_and_the_rest_is_stored(rig: ClientWithBuffers) -> None:
+def test_abandoned_puts_are_never_sent_and_the_rest_are_stored(rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number) for number in range(16)]
     armed = rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(8)

@@ -135,8 +135,8 @@ def pair() -> Iterator[Pair]:
         yield both
 
 
-def test_a_lease_whose_put_went_out_is_not_given_back(pair: Pair) -> None:
-    """Its bytes may still be on their way to the slot: only the end of the link makes sure that none comes."""
+def test_a_lease_whose_put_was_sent_is_not_returned(pair: Pair) -> None:
+    """Its bytes may still be on their way to the slot; only ending the link makes sure that none arrive."""
     armed = Armed(pair, after_ms(60_000))
     armed.flags[0].store(1)
     wait_until(lambda: pair.far.word(LANDING).load() == GENERATION, "it has landed")
@@ -146,7 +146,7 @@ def test_a_lease_whose_put_went_out_is_not_given_back(pair: Pair) -> None:
     assert [type(error) for error in armed.host.lost] == [LeaseExpired]
 
 
-def test_a_lease_that_the_node_ended_before_its_put_went_out_is_given_back(pair: Pair) -> None:
+def test_a_lease_that_the_node_ended_before_its_put_was_sent_is_returned(pair: Pair) -> None:
     armed = Armed(pair, after_ms(60_000))
     armed.says(AckCode.LEASE_EXPIRED)
     assert isinstance(armed.pump_until_over(), DeadlineExceeded)
@@ -157,8 +157,8 @@ def test_a_lease_that_the_node_ended_before_its_put_went_out_is_given_back(pair:
     assert pair.far.word(LANDING).load() == 0, "it went out after its lease was given back"
 
 
-def test_a_put_that_its_deadline_and_the_node_end_at_once_costs_no_link(pair: Pair) -> None:
-    """The client was not scheduled for so long that both are told together, the node's word first."""
+def test_a_put_that_expires_on_both_sides_at_once_does_not_end_the_link(pair: Pair) -> None:
+    """The client was not scheduled for so long that it processes both at once, the node's word first."""
     armed = Armed(pair, after_ms(300))
     armed.says(AckCode.LEASE_EXPIRED)
     wait_until(lambda: pair.near.fabric.statistics().expired == 1, "its own deadline is over too")
@@ -168,8 +168,8 @@ def test_a_put_that_its_deadline_and_the_node_end_at_once_costs_no_link(pair: Pa
     assert armed.host.lost == []
 
 
-def test_a_put_that_failed_before_it_was_abandoned_costs_no_link(pair: Pair) -> None:
-    """The put is over already, and nobody has been told."""
+def test_a_put_that_failed_before_it_was_abandoned_does_not_end_the_link(pair: Pair) -> None:
+    """The put has ended, but its end has not been reported yet."""
     armed = Armed(pair, after_ms(100))
     wait_until(lambda: pair.near.fabric.statistics().expired == 1, "its deadline is over")
     host = armed.host
@@ -183,7 +183,7 @@ def test_a_put_that_failed_before_it_was_abandoned_costs_no_link(pair: Pair) -> 
 
 
 def test_a_batch_that_could_not_be_armed_leaves_nothing_behind(pair: Pair) -> None:
-    """Once its acknowledgements were waited for, and cost the link when they did not come."""
+    """Its acknowledgements were once awaited, and ended the link when they did not arrive."""
     host: Any = FakeHost(pair)
     there = pair.there
     lease = Leased(0, False, GENERATION, there.base, there.word_target(LANDING))
@@ -201,7 +201,7 @@ def test_a_batch_that_could_not_be_armed_leaves_nothing_behind(pair: Pair) -> No
     wait_until(lambda: pair.near.fabric.statistics().watches == 0, "nothing is waited for")
 
 
-def test_the_word_of_a_lease_that_was_given_back_is_free_when_the_node_has_it(pair: Pair) -> None:
+def test_the_word_of_a_returned_lease_is_free_once_the_node_has_it(pair: Pair) -> None:
     armed = Armed(pair, after_ms(20))
     assert isinstance(armed.pump_until_over(), DeadlineExceeded)
     assert armed.host.link.words == [], "the lease may end at the node just now"
@@ -209,8 +209,8 @@ def test_the_word_of_a_lease_that_was_given_back_is_free_when_the_node_has_it(pa
     assert armed.host.link.words == [ACK]
 
 
-def test_a_word_that_is_on_its_way_is_waited_for_before_it_is_used_again(pair: Pair) -> None:
-    """Once it came over the acknowledgement of a get that had the word by then, which nobody ever saw."""
+def test_a_word_in_flight_is_awaited_before_it_is_reused(pair: Pair) -> None:
+    """It once overwrote the acknowledgement of a get that used the word by then, which was never seen."""
     armed = Armed(pair, after_ms(20))
     assert isinstance(armed.pump_until_over(), DeadlineExceeded)
     armed.host.answered([GENERATION])

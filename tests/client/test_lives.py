@@ -86,7 +86,7 @@ def life(node: NodeInProcess) -> list[tuple[int, bool]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_put_without_expiry_after_one_with_it_stays(
+def test_a_put_without_expiry_after_one_with_expiry_does_not_expire(
     data: Path, way: Callable[[Client, Durability, int], None]
 ) -> None:
     with NodeInProcess(data) as node, small_client(node.target) as client:
@@ -99,7 +99,7 @@ def test_a_put_without_expiry_after_one_with_it_stays(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_synced_put_after_a_written_one_is_synced(
+def test_a_synced_put_after_a_written_put_is_synced(
     node: NodeInProcess, client: Client, way: Callable[[Client, Durability, int], None]
 ) -> None:
     inline(client, Durability.WRITTEN, now_ms() + 60_000)
@@ -109,7 +109,7 @@ def test_a_synced_put_after_a_written_one_is_synced(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_put_whose_expiry_is_past_is_refused_with_a_typed_error(
+def test_a_put_with_an_expiry_in_the_past_is_refused_with_a_typed_error(
     node: NodeInProcess, client: Client, way: Callable[[Client, Durability, int], None]
 ) -> None:
     with pytest.raises(Expired):
@@ -117,7 +117,7 @@ def test_a_put_whose_expiry_is_past_is_refused_with_a_typed_error(
     assert life(node) == []
 
 
-def test_a_time_to_live_that_ends_before_the_bytes_come_is_no_success(
+def test_a_time_to_live_that_ends_before_the_bytes_arrive_is_no_success(
     node: NodeInProcess, client: Client
 ) -> None:
     with FlagWords.create(1) as flags, client.register(allocate(PAGE_BYTES)) as region:
@@ -149,7 +149,7 @@ def fill(client: Client, count: int) -> list[bytes]:
     return keys
 
 
-def test_a_refused_append_of_more_than_a_session_has_leaves_nothing_behind(client: Client) -> None:
+def test_a_refused_append_beyond_a_sessions_maximum_leaves_nothing_behind(client: Client) -> None:
     keys = fill(client, 8)
     chat = client.session("ada", "chat")
     with pytest.raises(SessionRefused, match="Nothing was"):
@@ -161,7 +161,7 @@ def test_a_refused_append_of_more_than_a_session_has_leaves_nothing_behind(clien
     assert chat.info().blocks == 8
 
 
-def test_a_long_append_that_names_what_is_not_stored_leaves_nothing_behind(client: Client) -> None:
+def test_a_long_append_with_an_unstored_block_leaves_nothing_behind(client: Client) -> None:
     keys = fill(client, 8)
     chat = client.session("ada", "chat")
     long = [keys[number % 8] for number in range(3 * BATCH_BLOCKS_MAX)]
@@ -172,7 +172,7 @@ def test_a_long_append_that_names_what_is_not_stored_leaves_nothing_behind(clien
     assert [turn.blocks for turn in chat.info().turns] == [range(len(long))]
 
 
-def test_the_longest_append_is_one_turn_and_done_once(client: Client) -> None:
+def test_the_longest_append_is_one_turn_and_executed_once(client: Client) -> None:
     keys = fill(client, 8)
     chat = client.session("ada", "chat")
     longest = [keys[number % 8] for number in range(SESSION_BLOCKS_MAX)]
@@ -186,7 +186,7 @@ def guarded(node: NodeInProcess) -> int:
 
 
 @pytest.mark.parametrize("index_survives", [True, False])
-def test_protected_sessions_are_protected_after_a_restart(data: Path, *, index_survives: bool) -> None:
+def test_protected_sessions_stay_protected_after_a_restart(data: Path, *, index_survives: bool) -> None:
     with NodeInProcess(data) as node, small_client(node.target) as client:
         keys = fill(client, 8)
         client.session("ada", "chat").append(keys, 16)
@@ -203,7 +203,7 @@ def test_protected_sessions_are_protected_after_a_restart(data: Path, *, index_s
         assert guarded(node) == 0
 
 
-def test_with_everything_protected_what_is_acknowledged_remains(data: Path) -> None:
+def test_acknowledged_blocks_remain_when_everything_is_protected(data: Path) -> None:
     with ExitStack() as stack:
         node = stack.enter_context(NodeInProcess(data, 16 << 20))
         client = stack.enter_context(small_client(node.target))
@@ -224,7 +224,7 @@ def test_with_everything_protected_what_is_acknowledged_remains(data: Path) -> N
 # What became of it.
 
 
-def test_a_put_that_came_after_its_lease_is_explained(client: Client) -> None:
+def test_a_put_after_its_lease_is_explained(client: Client) -> None:
     with FlagWords.create(1) as flags, client.register(allocate(PAGE_BYTES)) as region:
         block = Block(KEY, region, 0, PAGE_BYTES, threshold=1)
         puts = client.reserve([block], lease_ms=2000).arm(flags[0])
@@ -244,22 +244,20 @@ def test_a_put_that_came_after_its_lease_is_explained(client: Client) -> None:
     assert "deleted" in said(), "what came last is what is said"
 
 
-def test_a_lease_that_nobody_gave_back_is_explained(client: Client) -> None:
+def test_a_lease_that_was_never_returned_is_explained(client: Client) -> None:
     with client.register(allocate(PAGE_BYTES)) as region:
         client.reserve([Block(KEY, region, 0, PAGE_BYTES)], lease_ms=1)
         wait_until(lambda: "its lease ended" in str(client.explain([KEY])[0]), "the lease is over")
 
 
-def test_a_lease_that_was_given_back_at_once_is_no_lost_put(client: Client) -> None:
+def test_a_lease_returned_at_once_is_not_a_lost_put(client: Client) -> None:
     with client.register(allocate(PAGE_BYTES)) as region:
         client.reserve([Block(KEY, region, 0, PAGE_BYTES)]).give_back()
         assert "never stored" in str(client.explain([KEY])[0])
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_a_put_that_lands_when_its_life_is_over_is_not_acknowledged(
-    client: Client, *, is_asked: bool
-) -> None:
+def test_a_put_that_lands_after_its_expiry_is_not_acknowledged(client: Client, *, is_asked: bool) -> None:
     with FlagWords.create(1) as flags, client.register(allocate(len(PAYLOAD))) as region:
         block = Block(KEY, region, 0, len(PAYLOAD), threshold=1)
         client.attach()  # which takes a while

@@ -29,7 +29,7 @@ def blocks_in(region: Region, keys: list[bytes]) -> list[Block]:
     return [Block(key, region, number * LENGTH, LENGTH) for number, key in enumerate(keys)]
 
 
-def test_a_million_tokens_are_a_session_like_any_other(tmp_path: Path) -> None:
+def test_a_session_may_have_a_million_tokens(tmp_path: Path) -> None:
     keys = [block_key(b"of a long session", number.to_bytes(4)) for number in range(BLOCKS)]
     with (
         small_node(tmp_path / "node", capacity="2GiB") as node,

@@ -75,7 +75,7 @@ def says(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
     return sentence
 
 
-def test_a_list_of_keys_is_neither_a_key_nor_a_text(client: Client) -> None:
+def test_a_list_of_keys_is_not_a_key_or_text(client: Client) -> None:
     before = client.calls
     append = partial(client.session("ada", "chat").append, tokens=1)
     for take in [*(getattr(client, name) for name in OF_KEYS), append]:
@@ -88,7 +88,7 @@ def test_a_list_of_keys_is_neither_a_key_nor_a_text(client: Client) -> None:
     assert client.calls == before
 
 
-def test_a_list_of_blocks_is_neither_a_block_nor_keys(client: Client) -> None:
+def test_a_list_of_blocks_is_not_a_block_or_keys(client: Client) -> None:
     with client.register(bytearray(8192)) as kv:
         block = Block(KEY, kv, 0, 4096)
         chat = client.session("ada", "chat")
@@ -101,7 +101,7 @@ def test_a_list_of_blocks_is_neither_a_block_nor_keys(client: Client) -> None:
             assert "32 bytes, not" in says(Block, key, kv, 0, 10)
 
 
-def test_puts_and_gets_inside_grpc_are_pairs(client: Client) -> None:
+def test_grpc_puts_and_gets_take_pairs(client: Client) -> None:
     for wrong in NO_PUTS:
         assert says(client.put_many_inline, wrong)
     for key, data in (("k" * 32, b"x"), (b"short", b"x"), (KEY, "text"), (KEY, ["text"]), (KEY, 5)):
@@ -113,7 +113,7 @@ def test_puts_and_gets_inside_grpc_are_pairs(client: Client) -> None:
     assert "user is a str" in says(client.session, b"ada", "chat")
 
 
-def test_a_layout_memory_or_part_of_a_key_of_another_type_is_named(client: Client) -> None:
+def test_a_layout_memory_or_key_part_of_another_type_is_named_in_the_error(client: Client) -> None:
     wrong: Any = 5
     assert "not int" in says(Client, "127.0.0.1:1", layout=wrong)
     assert "writable buffer" in says(client.register, "text")
@@ -133,7 +133,7 @@ def test_an_exception_of_the_callers_iterator_is_raised_by_the_put(client: Clien
         client.put_many_inline(blocks())
 
 
-def test_a_clusters_client_refuses_the_same() -> None:
+def test_a_cluster_client_refuses_the_same_arguments() -> None:
     with ClusterClient(["127.0.0.1:1"]) as cluster:  # where no node is: nothing is sent
         of_keys: list[Any] = [cluster.exists, cluster.prefix, cluster.delete, cluster.pin]
         for take in of_keys:
@@ -150,7 +150,7 @@ def test_a_clusters_client_refuses_the_same() -> None:
         assert "32 bytes, not" in says(cluster.owners, "k" * 32)
 
 
-def test_an_asyncio_client_refuses_the_same() -> None:
+def test_an_asyncio_client_refuses_the_same_arguments() -> None:
     async def exists(client: AsyncClient) -> None:
         async with client:
             await client.exists(KEY)  # type: ignore[arg-type]
@@ -169,8 +169,8 @@ def test_the_check_takes_less_than_a_microsecond() -> None:
     assert least_ns / 1000 < 1000
 
 
-def test_a_name_that_is_no_text_is_a_typed_error(client: Client) -> None:
-    """As Python makes one of a command's arguments that are no UTF-8."""
+def test_a_name_that_is_not_valid_text_is_a_typed_error(client: Client) -> None:
+    """Such as Python makes of a command's arguments that are not UTF-8."""
     name = "ada\udcff"
     with Nodes([client.target]) as nodes:
         for call in (
@@ -200,7 +200,7 @@ def test_a_name_is_neither_empty_nor_too_long(client: Client, name: str) -> None
     assert client.calls == before
 
 
-def test_no_blocks_are_no_mistake_and_no_call(client: Client) -> None:
+def test_an_empty_list_of_blocks_is_valid_and_makes_no_call(client: Client) -> None:
     before = client.calls
     assert client.put([]) == []
     assert client.get([]) == []
@@ -209,7 +209,7 @@ def test_no_blocks_are_no_mistake_and_no_call(client: Client) -> None:
 
 
 @pytest.mark.parametrize("call", OF_KEYS)
-def test_calls_take_more_keys_than_a_message(client: Client, call: str) -> None:
+def test_calls_accept_more_keys_than_fit_in_a_message(client: Client, call: str) -> None:
     keys = [block_key(b"many", number.to_bytes(2, "little")) for number in range(2 * BATCH_BLOCKS_MAX + 3)]
     client.put_inline(keys[-1], b"KV")
     answer = getattr(client, call)(keys)
@@ -217,7 +217,7 @@ def test_calls_take_more_keys_than_a_message(client: Client, call: str) -> None:
         assert (answer.unread, list(answer.missing)) == ([], keys[:-1])
 
 
-def test_a_refusal_is_not_a_fault_of_the_drive(client: Client) -> None:
+def test_a_refusal_is_not_a_storage_error(client: Client) -> None:
     key = block_key(b"taken")
     client.put_inline(key, b"KV")
     with pytest.raises(Refused) as taken:
@@ -233,19 +233,19 @@ def test_a_refusal_is_not_a_fault_of_the_drive(client: Client) -> None:
     assert not issubclass(Refused, StorageError)
 
 
-def test_a_durability_is_one_of_three(client: Client) -> None:
+def test_a_durability_is_one_of_three_values(client: Client) -> None:
     assert "77" in says(client.put_inline, KEY, b"x", durability=77)
     assert "77" in says(client.delete, [KEY], durability=77)
 
 
 @pytest.mark.parametrize("number", [8.0, None, "8"])
-def test_a_block_s_offset_and_length_are_whole_numbers(client: Client, number: Any) -> None:
+def test_offset_and_length_of_a_block_are_integers(client: Client, number: Any) -> None:
     with client.register(bytearray(64)) as region:
         assert "whole numbers" in says(Block, KEY, region, number, 8)
         assert "whole numbers" in says(Block, KEY, region, 8, number)
 
 
-def test_a_range_is_checked_before_anything_is_sent(client: Client) -> None:
+def test_ranges_are_checked_before_anything_is_sent(client: Client) -> None:
     before = client.calls
     assert "1 to 67108864, not 0" in says(client.get_inline, KEY, 0)
     assert "1 to 67108864, not 0" in says(client.get_many_inline, [(KEY, 0)])
@@ -293,7 +293,7 @@ def test_the_words_are_not_one_of_them(client: Client) -> None:
         assert "flags[0]" in says(client.arm, [Block(KEY, region, 0, 8)], flags)
 
 
-def test_a_wrong_argument_of_an_asyncio_client_is_its_own() -> None:
+def test_a_wrong_argument_raises_the_asyncio_clients_own_error() -> None:
     wrong: Any = {"slot": 4}
     with pytest.raises(TypeError, match=r"^AsyncClient\.__init__\(\) .*'slot'"):
         AsyncClient("127.0.0.1:1", **wrong)
@@ -315,7 +315,7 @@ def test_a_timeout_is_a_number(client: Client, timeout_s: Any) -> None:
             assert "is a number of seconds, not" in says(call)
 
 
-def test_a_timeout_that_is_over_makes_a_get_a_miss(client: Client) -> None:
+def test_an_expired_timeout_makes_a_get_a_miss(client: Client) -> None:
     with client.register(bytearray(8)) as kv:
         (miss,) = client.get([Block(KEY, kv, 0, 8)], timeout_s=0)
     assert isinstance(miss, Miss)
@@ -323,7 +323,7 @@ def test_a_timeout_that_is_over_makes_a_get_a_miss(client: Client) -> None:
         client.exists([KEY], timeout_s=0)
 
 
-def test_an_endless_timeout_is_the_longest(client: Client) -> None:
+def test_an_infinite_timeout_is_the_longest_one(client: Client) -> None:
     assert client.exists([KEY], timeout_s=float("inf"))
     assert client.exists([KEY], timeout_s=1 << 70)
 
@@ -335,7 +335,7 @@ def test_memory_to_register_is_contiguous_and_writable(client: Client) -> None:
     assert "has no bytes" in says(client.register, bytearray())
 
 
-def test_arguments_and_results_of_a_callers_function_are_checked(client: Client) -> None:
+def test_arguments_and_results_of_callbacks_are_checked(client: Client) -> None:
     key = block_key(b"of a session")
     client.put_inline(key, b"12345678")
     chat = client.session("ada", "resumed")
@@ -351,7 +351,7 @@ def test_arguments_and_results_of_a_callers_function_are_checked(client: Client)
         assert chat.resume(lambda _, key: Block(key, kv, 0, 8)).is_whole, "nothing is left of these"
 
 
-def test_a_failing_function_of_the_caller_costs_the_client_nothing(
+def test_a_failing_callback_does_not_harm_the_client(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = block_key(b"for a failing function")
@@ -371,7 +371,7 @@ def test_a_failing_function_of_the_caller_costs_the_client_nothing(
     assert "`ended` of a get failed" in caplog.text
 
 
-def test_flag_words_and_their_values_have_a_range() -> None:
+def test_flag_words_and_their_values_are_range_checked() -> None:
     for count in (0, -1, 10**12, 1.5, "2"):
         assert "1 to 1048576 words" in says(FlagWords.create, count)
     assert "`FlagWords.path`" in says(FlagWords.open, None)
@@ -383,7 +383,7 @@ def test_flag_words_and_their_values_have_a_range() -> None:
         flags[0]
 
 
-def test_the_settings_of_several_nodes_are_checked() -> None:
+def test_settings_of_several_nodes_are_checked() -> None:
     wrong: Any
     for wrong in (5, {"127.0.0.1:1"}, [5], ["127.0.0.1:1", None]):
         for kind in (ClusterClient, Nodes):

@@ -32,7 +32,7 @@ def homes(nodes: Nodes) -> dict[str, str]:
     return {user: nodes.home(user) for user in USERS}
 
 
-def test_everybody_with_the_same_nodes_finds_the_same_homes_in_even_shares() -> None:
+def test_clients_with_the_same_nodes_agree_on_evenly_distributed_homes() -> None:
     with Nodes(THREE) as one, Nodes([*reversed(THREE), THREE[0]]) as other:
         assert homes(one) == homes(other)
         for target in THREE:
@@ -40,7 +40,7 @@ def test_everybody_with_the_same_nodes_finds_the_same_homes_in_even_shares() -> 
             assert 0.28 < share < 0.39
 
 
-def test_a_node_that_comes_takes_users_and_moves_no_others() -> None:
+def test_a_new_node_takes_users_and_moves_no_others() -> None:
     with Nodes(THREE[:2]) as two, Nodes(THREE) as three:
         before, after = homes(two), homes(three)
         moved = [user for user in USERS if before[user] != after[user]]
@@ -54,7 +54,7 @@ def test_a_node_of_twice_the_weight_has_twice_the_users() -> None:
     assert 0.61 < share < 0.72
 
 
-def test_users_of_one_name_in_two_tenants_are_spread_separately() -> None:
+def test_users_of_the_same_name_in_two_tenants_are_placed_separately() -> None:
     with Nodes(THREE, tenant="acme") as acme, Nodes(THREE, tenant="zeta") as zeta:
         same = sum(acme.home(user) == zeta.home(user) for user in USERS) / len(USERS)
     assert same < 0.45
@@ -69,7 +69,7 @@ def pair(tmp_path: Path) -> Iterator[list[NodeProcess]]:
         yield [one, two]
 
 
-def test_a_lost_node_costs_its_own_users_a_miss_and_the_others_nothing(pair: list[NodeProcess]) -> None:
+def test_a_lost_node_is_a_miss_for_its_own_users_only(pair: list[NodeProcess]) -> None:
     memory = allocate(64 * PAGE)
     memory[:] = random.Random(1).randbytes(len(memory))
     content = bytes(memory)
@@ -120,7 +120,7 @@ def test_a_lost_node_costs_its_own_users_a_miss_and_the_others_nothing(pair: lis
         (THREE, {THREE[0]: 0}, "A node's weight is 1 to"),
     ],
 )
-def test_lists_that_cannot_be_used_are_refused(
+def test_invalid_lists_of_nodes_are_refused(
     targets: list[str], weights: dict[str, int] | None, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -132,7 +132,7 @@ def test_a_single_address_is_one_node() -> None:
         assert nodes.reach.nodes == ("10.0.0.5:7070",)
 
 
-def test_a_node_that_is_not_in_the_list_and_a_closed_one_are_refused() -> None:
+def test_an_unlisted_node_and_a_closed_client_are_refused() -> None:
     with Nodes(THREE) as nodes, pytest.raises(ConfigError, match="not one of the nodes"):
         nodes.at("elsewhere:1")
     with pytest.raises(Closed, match="are closed"):

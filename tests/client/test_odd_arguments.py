@@ -367,8 +367,8 @@ def test_an_odd_argument_of_a_constructor_is_a_documented_error(bench: Bench, ki
     assert "\n".join(within_its_time(sweep)) == ""
 
 
-def test_each_type_of_an_argument_is_checked() -> None:
-    """A method with an argument of a new type needs a check for it, or to be listed as one that checks it itself."""
+def test_each_argument_type_is_checked() -> None:
+    """An argument of a new type needs a check, or a place in the list of those that methods check."""
     unknown = {
         (name, method, one.name, one.annotation)
         for name, kind in public_classes()

@@ -8,11 +8,11 @@ from tests.cassini.suite import passes_on_cassini
 
 
 @pytest.mark.timeout(300)
-def test_puts_and_gets_and_their_promises_hold_on_the_software_cassini() -> None:
+def test_puts_gets_and_their_guarantees_hold_on_the_software_cassini() -> None:
     passes_on_cassini("tests/client/test_put_get.py", "tests/client/test_promises.py", timeout_s=240)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("errors_count", ["0", "1"])
-def test_no_block_whose_write_failed_is_stored_or_acknowledged(errors_count: str) -> None:
+def test_a_block_whose_write_failed_is_neither_stored_nor_acknowledged(errors_count: str) -> None:
     passes_on_cassini("tests/client/test_failing_writes.py", timeout_s=240, ERRORS_COUNT=errors_count)

@@ -65,7 +65,7 @@ def test_a_client_connects_to_the_nodes_fabric_when_it_attaches(node: NodeProces
 
 
 @pytest.mark.parametrize("target", ["127.0.0.1:7070", "localhost:7070"])
-def test_its_address_is_the_one_on_the_way_to_the_node(fabric: Fabric, target: str) -> None:
+def test_a_clients_address_is_that_of_its_route_to_the_node(fabric: Fabric, target: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         side = OwnSide(Reach((target.replace("7070", str(listener.getsockname()[1])),), provider="net"))
         endpoint, told = side.open_endpoint(fabric, TIMEOUT_S)
@@ -74,7 +74,7 @@ def test_its_address_is_the_one_on_the_way_to_the_node(fabric: Fabric, target: s
         assert at == SocketAddress.of(endpoint.address())
 
 
-def test_an_address_and_ports_that_were_given_are_taken(fabric: Fabric) -> None:
+def test_a_configured_address_and_ports_are_used(fabric: Fabric) -> None:
     side = OwnSide(
         Reach(("127.0.0.1:7070",), provider="net", fabric_address="127.0.0.7", fabric_ports="17401-17401")
     )
@@ -89,7 +89,7 @@ def test_an_address_and_ports_that_were_given_are_taken(fabric: Fabric) -> None:
         )
 
 
-def test_a_name_without_an_address_is_a_node_that_is_away(fabric: Fabric) -> None:
+def test_a_host_name_without_an_address_is_an_absent_node(fabric: Fabric) -> None:
     side = OwnSide(Reach(("no-such-host.invalid:7070",), provider="net"))
     with pytest.raises(NodeUnavailable, match=r"The name no-such-host\.invalid has no address"):
         side.open_endpoint(fabric, TIMEOUT_S)
@@ -99,7 +99,7 @@ GOOD = SocketAddress(ip_of("127.0.0.1"), 7071).told
 
 
 @pytest.mark.parametrize("family", [0, 1, 40])
-def test_a_nodes_fabric_address_is_of_a_family_that_libfabric_accepts(fabric: Fabric, family: int) -> None:
+def test_a_nodes_fabric_address_has_a_family_that_libfabric_accepts(fabric: Fabric, family: int) -> None:
     with pytest.raises(ProtocolError, match="fabric address is not valid"):
         OwnSide.add_peer(fabric, struct.pack("=H", family) + GOOD[2:])
 
@@ -116,7 +116,7 @@ def test_the_fabric_address_of_a_node_is_reachable(fabric: Fabric, ip: str) -> N
         OwnSide.add_peer(fabric, SocketAddress(ip_of(ip), 7071).told)
 
 
-def test_a_client_that_claimed_another_of_its_addresses_attaches_from_where_the_node_saw_it(
+def test_a_client_that_used_another_of_its_addresses_attaches_from_the_one_the_node_saw(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OwnSide, "_source", lambda *_: ip_of("127.0.0.9"))  # as if gRPC had taken another way
@@ -127,14 +127,14 @@ def test_a_client_that_claimed_another_of_its_addresses_attaches_from_where_the_
         assert str(SocketAddress.of(link.endpoint.address()).ip) == "127.0.0.1"
 
 
-def test_an_address_that_was_given_is_not_exchanged_for_another(node: NodeProcess) -> None:
+def test_a_configured_address_is_not_replaced(node: NodeProcess) -> None:
     with small_client(node.target, fabric_address="127.0.0.9") as client:
         with pytest.raises(AddressRefused, match="not the source of its call") as caught:
             client.attach()
         assert caught.value.caller == "127.0.0.1"
 
 
-def test_a_get_that_has_no_time_to_connect_opens_no_breaker(
+def test_a_get_without_time_to_connect_opens_no_breaker(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def say_late(core: Core, link: Link, timeout_s: float) -> None:
@@ -157,7 +157,7 @@ def test_a_get_that_has_no_time_to_connect_opens_no_breaker(
         assert miss.reason is MissReason.UNKNOWN, "the node was called"
 
 
-def test_a_name_that_is_not_resolved_in_a_callers_time_says_nothing_of_the_node(
+def test_a_host_name_not_resolved_in_time_is_not_blamed_on_the_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     let_go = threading.Event()

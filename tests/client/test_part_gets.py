@@ -55,7 +55,7 @@ def test_parts_are_exact_from_the_drive_and_from_memory(rig: ClientWithBuffers, 
 
 
 @pytest.mark.parametrize("on_shelf", [True, False])
-def test_a_part_of_a_block_that_has_changed_elsewhere_is_not_sent(
+def test_a_part_of_a_block_that_changed_elsewhere_is_not_sent(
     node: NodeInProcess,
     rig: ClientWithBuffers,
     on_shelf: bool,  # noqa: FBT001 - a parameter of the test
@@ -112,7 +112,7 @@ def pages_of(pool: Pool) -> list[bytes]:
     return [bytes(memory[:]) for memory in pool.memory]
 
 
-def test_pieces_belong_to_the_caller_again_after_its_timeout(
+def test_pieces_belong_to_the_caller_again_after_a_timeout(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     layers, count = 25, 60  # 6 MB: two windows
@@ -146,7 +146,7 @@ def test_a_region_is_busy_while_a_get_may_scatter_into_it(
     wanted = Block.of_pieces(block.key, back.pieces(2))
     getting = threading.Thread(target=lambda: outcomes.extend(rig.client.get([wanted], timeout_s=WAIT_S)))
     getting.start()
-    wait_until(lambda: any(not region.is_idle for region in back.regions), "the get")
+    wait_until(lambda: any(not region._is_idle() for region in back.regions), "the get")
     with pytest.raises(KvError, match="wait for its puts and gets"):
         back.regions[3].close()
     drive.let_go()
@@ -157,7 +157,7 @@ def test_a_region_is_busy_while_a_get_may_scatter_into_it(
         region.close()
 
 
-def test_slabs_are_used_again_and_bounded(rig: ClientWithBuffers) -> None:
+def test_slabs_are_reused_and_bounded(rig: ClientWithBuffers) -> None:
     slabs = rig.client._core.slabs
     taken = [slabs.take(1) for _ in range(SLABS_KEPT + 3)]
     assert len({one.region.address for one in taken}) == len(taken)

@@ -71,7 +71,7 @@ def test_a_put_of_pieces_is_one_block(rig: ClientWithBuffers) -> None:
         assert rig.target[block.offset : block.offset + block.length] == pool.page(page)
 
 
-def test_pieces_and_whole_blocks_go_with_one_flag_and_are_read_when_it_fires(rig: ClientWithBuffers) -> None:
+def test_pieces_and_whole_blocks_share_one_flag_and_are_read_when_it_fires(rig: ClientWithBuffers) -> None:
     pool = Pool(rig.client, 8, 4, PAGE, seed=4)
     blocks = [
         Block.of_pieces(rig.key(0), pool.pieces(0), threshold=1),
@@ -93,7 +93,7 @@ def test_pieces_and_whole_blocks_go_with_one_flag_and_are_read_when_it_fires(rig
         assert rig.target[: len(bytes_)] == bytes_
 
 
-def test_a_reservation_takes_pieces_as_well(rig: ClientWithBuffers) -> None:
+def test_a_reservation_accepts_pieces(rig: ClientWithBuffers) -> None:
     pool = Pool(rig.client, 16, 12, PAGE, seed=5)
     blocks = [Block.of_pieces(rig.key(page), pool.pieces(page)) for page in range(12)]
     puts = rig.client.reserve(blocks).arm(rig.flags[0])
@@ -109,8 +109,8 @@ def test_a_reservation_takes_pieces_as_well(rig: ClientWithBuffers) -> None:
 
 
 @pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "shm", "sockets"])
-def test_pieces_go_over_other_providers(tmp_path: Path, provider: str) -> None:
-    """The NIC of sockets holds puts by itself; it can't gather, so those of pieces fire without it."""
+def test_pieces_work_over_other_providers(tmp_path: Path, provider: str) -> None:
+    """The NIC of sockets holds puts itself and can't gather, so those of pieces fire without it."""
     needs_provider(provider)
     with (
         small_node(tmp_path / "node", provider=provider) as node,
@@ -128,7 +128,7 @@ def test_pieces_go_over_other_providers(tmp_path: Path, provider: str) -> None:
         assert [back.page(page) for page in range(8)] == [pool.page(page) for page in range(8)]
 
 
-def test_pieces_go_inside_grpc(rig: ClientWithBuffers) -> None:
+def test_pieces_are_sent_over_grpc(rig: ClientWithBuffers) -> None:
     rig.client.put_inline(rig.key(1), [b"K" * 5000, memoryview(b"V" * 3000)])
     assert rig.client.get_inline(rig.key(1), 8000) == b"K" * 5000 + b"V" * 3000
     (result,) = rig.client.put_many_inline([(rig.key(2), (b"k", b"v" * 300_000))])
@@ -158,8 +158,8 @@ def test_an_invalid_block_of_pieces_is_refused(rig: ClientWithBuffers) -> None:
 # --- gets
 
 
-def test_blocks_come_into_their_pieces_and_nowhere_else(rig: ClientWithBuffers) -> None:
-    """Some hundred of them, so in several windows; with some that are missed, and some that belong in one run."""
+def test_blocks_are_scattered_into_their_pieces_and_nowhere_else(rig: ClientWithBuffers) -> None:
+    """A few hundred, so in several windows; some are missed, and some form one run."""
     pool, back = Pool(rig.client, 32, 100, PAGE, seed=7), Pool(rig.client, 32, 100, PAGE, seed=8)
     blocks = [Block.of_pieces(rig.key(page), pool.pieces(page)) for page in range(100)]
     rig.client.put([one for page, one in enumerate(blocks) if page % 9])
@@ -186,7 +186,7 @@ def test_blocks_come_into_their_pieces_and_nowhere_else(rig: ClientWithBuffers) 
             assert back.page(places[page]) == pool.page(page)
 
 
-def test_a_block_larger_than_a_slab_comes_too(node: NodeProcess, tenant: str) -> None:
+def test_a_block_larger_than_a_slab_is_fetched(node: NodeProcess, tenant: str) -> None:
     with Client(node.target, tenant=tenant, slots=2, block_bytes_max=16 * MIB) as client:
         pool, back = Pool(client, 12, 2, MIB, seed=9), Pool(client, 12, 2, MIB)
         keys = [block_key(bytes([page])) for page in range(2)]
@@ -196,7 +196,7 @@ def test_a_block_larger_than_a_slab_comes_too(node: NodeProcess, tenant: str) ->
         assert [back.page(page) for page in range(2)] == [pool.page(page) for page in range(2)]
 
 
-def test_more_blocks_than_a_call_names_come_in_one_get(rig: ClientWithBuffers) -> None:
+def test_more_blocks_than_fit_in_a_call_are_fetched_in_one_get(rig: ClientWithBuffers) -> None:
     count = 2500
     blocks = [Block(rig.key(number), rig.from_region, number * 3000, 3000) for number in range(count)]
     assert all(one.error is None for one in rig.client.put(blocks, timeout_s=60))
@@ -205,8 +205,8 @@ def test_more_blocks_than_a_call_names_come_in_one_get(rig: ClientWithBuffers) -
     assert rig.target[: count * 3000] == rig.source[: count * 3000]
 
 
-def test_layers_of_a_block_are_got_by_themselves(rig: ClientWithBuffers) -> None:
-    """Each part is exact, and nothing beside it moves."""
+def test_layers_of_a_block_are_fetched_separately(rig: ClientWithBuffers) -> None:
+    """Each part is exact, and bytes beside it don't change."""
     layers = 16
     pool = Pool(rig.client, layers, 6, PAGE, seed=10)
     blocks = [Block.of_pieces(rig.key(page), pool.pieces(page)) for page in range(6)]
@@ -230,7 +230,7 @@ def test_layers_of_a_block_are_got_by_themselves(rig: ClientWithBuffers) -> None
     assert (rig.target[:100], rig.target[5101:]) == (before[:100], before[5101:])
 
 
-def test_a_part_says_how_long_the_whole_is(rig: ClientWithBuffers) -> None:
+def test_a_part_states_the_length_of_the_whole_block(rig: ClientWithBuffers) -> None:
     block = rig.block(1, 8 * PAGE)
     rig.client.put([block])
     wanted = Block(block.key, rig.to_region, 0, PAGE, whole=9 * PAGE)
@@ -238,7 +238,7 @@ def test_a_part_says_how_long_the_whole_is(rig: ClientWithBuffers) -> None:
     assert isinstance(outcome, Miss)
 
 
-def test_a_get_of_pieces_that_nobody_waits_for_is_refused(rig: ClientWithBuffers) -> None:
+def test_a_get_of_pieces_without_a_wait_is_refused(rig: ClientWithBuffers) -> None:
     block = Block.of_pieces(rig.key(0), Pool(rig.client, 2, 2, PAGE).pieces(0))
     with pytest.raises(InvalidArgument, match="get"):
         rig.client.getting([block])

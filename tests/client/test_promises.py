@@ -51,7 +51,7 @@ def corrupt(told: StatisticsResponse) -> int:
 
 
 @pytest.mark.parametrize("at", [0, 5000, 99_999, -1, -4096])
-def test_a_bit_that_flips_on_the_drive_is_a_miss_and_no_byte_of_it_leaves(
+def test_a_flipped_bit_on_the_drive_is_a_miss_and_none_of_the_bytes_are_sent(
     node: NodeProcess, rig: ClientWithBuffers, at: int
 ) -> None:
     """Offsets below 0 are in the header page."""
@@ -74,7 +74,7 @@ def test_a_bit_that_flips_on_the_drive_is_a_miss_and_no_byte_of_it_leaves(
     assert rig.is_exact(block)
 
 
-def test_an_inline_get_sees_the_damage_too(node: NodeProcess, rig: ClientWithBuffers) -> None:
+def test_an_inline_get_detects_the_damage_too(node: NodeProcess, rig: ClientWithBuffers) -> None:
     data = rig.source[:100_000]
     rig.client.put_inline(rig.key(0), data)
     flip_a_bit_of(node.data / "drive-0.kv", data, 77_777)
@@ -83,7 +83,7 @@ def test_an_inline_get_sees_the_damage_too(node: NodeProcess, rig: ClientWithBuf
     assert outcome.reason is MissReason.CORRUPT
 
 
-def test_after_a_get_has_given_up_no_late_byte_comes(node: NodeProcess) -> None:
+def test_no_byte_arrives_after_a_get_has_given_up(node: NodeProcess) -> None:
     rig = ClientWithBuffers(node)
     blocks = [rig.block(i) for i in range(8)]
     put(rig, blocks)
@@ -113,8 +113,8 @@ def test_after_a_get_has_given_up_no_late_byte_comes(node: NodeProcess) -> None:
     rig.close()
 
 
-def test_a_landed_block_outlives_its_client(tmp_path: Path) -> None:
-    """It is a large one, whose checksum is still being made when its client is gone."""
+def test_a_landed_block_survives_its_client(tmp_path: Path) -> None:
+    """A large one, whose checksum is still being computed when its client closes."""
     size = 60 * MIB
     script = (
         "import sys\n"
@@ -145,7 +145,7 @@ def test_a_landed_block_outlives_its_client(tmp_path: Path) -> None:
             assert into == bytearray(range(256)) * (size // 256)
 
 
-def test_many_clients_put_and_get_at_once(node: NodeProcess) -> None:
+def test_many_clients_put_and_get_concurrently(node: NodeProcess) -> None:
     script = (
         "import sys\n"
         "from kvstore.client import Block, Client, Hit\n"
@@ -174,7 +174,7 @@ def test_many_clients_put_and_get_at_once(node: NodeProcess) -> None:
             client.kill()
 
 
-def test_a_node_does_not_outlive_whoever_started_it(tmp_path: Path) -> None:
+def test_a_node_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     script = (
         "import os, sys\n"
         "from pathlib import Path\n"

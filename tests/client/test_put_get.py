@@ -40,7 +40,7 @@ def put_all(
 
 
 @pytest.mark.parametrize("durability", list(Durability))
-def test_a_put_of_every_durability_comes_back_byte_for_byte(
+def test_a_put_of_every_durability_is_read_back_exactly(
     rig: ClientWithBuffers, durability: Durability
 ) -> None:
     lengths = [1, 511, 4095, 4096, 4097, 65537, MIB - 1, MIB]
@@ -54,7 +54,7 @@ def test_a_put_of_every_durability_comes_back_byte_for_byte(
     assert all(rig.is_exact(block) for block in blocks)
 
 
-def test_a_get_writes_inside_its_block_and_nowhere_else(rig: ClientWithBuffers) -> None:
+def test_a_get_writes_only_inside_its_block(rig: ClientWithBuffers) -> None:
     put_all(rig, [5000])
     rig.target[:] = b"\xa5" * len(rig.target)
     block = rig.block(0, 5000, region=rig.to_region, offset=12345)
@@ -64,7 +64,7 @@ def test_a_get_writes_inside_its_block_and_nowhere_else(rig: ClientWithBuffers) 
     assert rig.target[17345:] == b"\xa5" * (len(rig.target) - 17345)
 
 
-def test_another_process_fires_the_put_and_the_application_calls_nothing(rig: ClientWithBuffers) -> None:
+def test_another_process_fires_the_put_without_a_call_by_the_application(rig: ClientWithBuffers) -> None:
     block = rig.block(0)
     puts = rig.client.arm([block], rig.flags[0])
     before = rig.client.calls
@@ -79,7 +79,7 @@ def test_another_process_fires_the_put_and_the_application_calls_nothing(rig: Cl
     assert rig.client.calls == before
 
 
-def test_nothing_goes_out_before_its_threshold(rig: ClientWithBuffers) -> None:
+def test_nothing_is_sent_before_its_threshold(rig: ClientWithBuffers) -> None:
     blocks = [rig.block(i) for i in range(3)]
     puts = rig.client.arm(blocks, rig.flags[0])
     rig.flags[0].store(2)
@@ -90,7 +90,7 @@ def test_nothing_goes_out_before_its_threshold(rig: ClientWithBuffers) -> None:
     assert all(result.error is None for result in puts.wait(WAIT_S))
 
 
-def test_a_block_that_is_stored_is_not_sent_again(rig: ClientWithBuffers) -> None:
+def test_a_stored_block_is_not_sent_again(rig: ClientWithBuffers) -> None:
     put_all(rig, [MIB] * 4)
     sent = rig.client.fabric.statistics().put_bytes
     reservation = rig.client.reserve([rig.block(i) for i in range(5)])
@@ -106,7 +106,7 @@ def test_a_block_that_is_stored_is_not_sent_again(rig: ClientWithBuffers) -> Non
     assert calls_bytes() < 4096
 
 
-def test_a_cancelled_put_never_goes_out_and_its_slot_is_used_again(node: NodeProcess) -> None:
+def test_a_cancelled_put_is_never_sent_and_its_slot_is_reused(node: NodeProcess) -> None:
     rig = ClientWithBuffers(node, slots=1)
     for _ in range(3):  # more rounds than there are slots
         puts = rig.client.arm([rig.block(0)], rig.flags[0])
@@ -130,7 +130,7 @@ def _until_a_slot_is_free(rig: ClientWithBuffers) -> None:
 
 
 def test_a_written_block_is_not_sent_again(rig: ClientWithBuffers) -> None:
-    """However soon it is asked: the node's C core has told the client, and perhaps not the node's Python."""
+    """However soon it is put: the C core has acknowledged it, and the node's Python may not know it yet."""
     for first in range(20, 80, 3):
         blocks = [rig.block(number, 4096) for number in range(first, first + 3)]
         assert not any(one.error for one in rig.client.arm(blocks).wait(WAIT_S))
@@ -139,14 +139,14 @@ def test_a_written_block_is_not_sent_again(rig: ClientWithBuffers) -> None:
         reservation.give_back()
 
 
-def test_a_reservation_given_back_frees_its_slots(node: NodeProcess) -> None:
+def test_a_returned_reservation_frees_its_slots(node: NodeProcess) -> None:
     rig = ClientWithBuffers(node, slots=2)
     for _ in range(5):
         _until_a_slot_is_free(rig)
     rig.close()
 
 
-def test_a_flag_that_comes_too_late_fires_nothing(rig: ClientWithBuffers) -> None:
+def test_a_late_flag_fires_nothing(rig: ClientWithBuffers) -> None:
     puts = rig.client.arm([rig.block(0)], rig.flags[0], lease_ms=200)
     (result,) = puts.wait(WAIT_S)
     assert isinstance(result.error, DeadlineExceeded)
@@ -177,7 +177,7 @@ def test_another_tenant_does_not_get_the_block(node: NodeProcess, rig: ClientWit
         assert outcome.reason is MissReason.UNKNOWN
 
 
-def test_inline_and_fabric_see_the_same_blocks(rig: ClientWithBuffers) -> None:
+def test_inline_and_fabric_calls_see_the_same_blocks(rig: ClientWithBuffers) -> None:
     data = bytes(rig.source[:70_000])
     assert rig.client.put_inline(rig.key(0), data) is Durability.WRITTEN
     assert rig.client.get_inline(rig.key(0), len(data)) == data
@@ -187,7 +187,7 @@ def test_inline_and_fabric_see_the_same_blocks(rig: ClientWithBuffers) -> None:
     assert rig.client.get_inline(rig.key(1), 10) == Miss(MissReason.UNKNOWN)
 
 
-def test_a_block_as_large_as_they_come(tmp_path: Path) -> None:
+def test_a_block_of_the_maximum_size(tmp_path: Path) -> None:
     length = 64 * MIB
     with (
         NodeProcess(tmp_path / "node", capacity="256MiB") as node,
@@ -208,7 +208,7 @@ def test_a_block_as_large_as_they_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "shm", "sockets"])
-def test_the_path_works_over_other_providers(tmp_path: Path, provider: str) -> None:
+def test_puts_and_gets_work_over_other_providers(tmp_path: Path, provider: str) -> None:
     needs_provider(provider)
     with small_node(tmp_path / "node", provider=provider) as node:
         rig = ClientWithBuffers(node)
@@ -224,7 +224,7 @@ def test_the_path_works_over_other_providers(tmp_path: Path, provider: str) -> N
         rig.close()
 
 
-def test_a_block_whose_time_is_over_leaves_the_node_though_nobody_asks(rig: ClientWithBuffers) -> None:
+def test_an_expired_block_is_removed_without_a_request(rig: ClientWithBuffers) -> None:
     others = rig.client.status().blocks
     expires_unix_ms = time.time_ns() // 1_000_000 + 300
     assert rig.client.put_inline(rig.key(1), b"short-lived", expires_unix_ms=expires_unix_ms) is not None

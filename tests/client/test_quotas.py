@@ -59,7 +59,7 @@ def put(client: Client, numbers: range) -> None:
         client.put_inline(KEYS[number], b"x" * PAGE_BYTES)
 
 
-def test_a_quota_takes_the_tenants_own_blocks_and_says_so(quota_node: NodeProcess) -> None:
+def test_a_quota_evicts_the_tenants_own_blocks_and_reports_it(quota_node: NodeProcess) -> None:
     with (
         small_client(quota_node.target, token="small") as small,
         small_client(quota_node.target, token="other") as other,
@@ -82,7 +82,7 @@ def test_a_quota_takes_the_tenants_own_blocks_and_says_so(quota_node: NodeProces
             small.put_inline(block_key(b"large"), bytes(64 * PAGE_BYTES))
 
 
-def test_a_put_over_the_fabric_that_can_not_fit_says_why(quota_node: NodeProcess) -> None:
+def test_a_fabric_put_beyond_the_quota_reports_the_reason(quota_node: NodeProcess) -> None:
     with small_client(quota_node.target, token="small") as small, FlagWords.create(1) as flags:
         kv = small.register(allocate(64 * PAGE_BYTES))
         puts = small.arm([Block(block_key(b"large"), kv, 0, 64 * PAGE_BYTES)], flags[0])
@@ -91,9 +91,7 @@ def test_a_put_over_the_fabric_that_can_not_fit_says_why(quota_node: NodeProcess
         assert isinstance(result.error, QuotaExceeded)
 
 
-def test_a_quota_holds_over_a_restart_and_changes_with_the_file(
-    quota_node: NodeProcess, tenants: Path
-) -> None:
+def test_a_quota_survives_a_restart_and_follows_the_file(quota_node: NodeProcess, tenants: Path) -> None:
     with small_client(quota_node.target, token="small") as small:
         put(small, range(4))
     quota_node.kill()

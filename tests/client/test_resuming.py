@@ -88,7 +88,7 @@ def test_the_first_layer_is_usable_before_the_last_is_read(here: NodeInProcess) 
     rig.client.close()
 
 
-def test_blocks_come_in_the_order_asked_and_no_more_than_two_batches_ahead(here: NodeInProcess) -> None:
+def test_blocks_arrive_in_the_requested_order_at_most_two_batches_ahead(here: NodeInProcess) -> None:
     count = RESUME_BATCH_BLOCKS * (RESUME_AHEAD_BATCHES + 2)
     rig = ResumeRig(here, count)
     with rig.chat.resuming(rig.place, timeout_s=WAIT_S) as back:
@@ -103,7 +103,7 @@ def test_blocks_come_in_the_order_asked_and_no_more_than_two_batches_ahead(here:
     rig.client.close()
 
 
-def test_a_gap_is_a_miss_for_whoever_waits_and_the_prefix_is_that_of_the_session(here: NodeInProcess) -> None:
+def test_a_gap_is_a_miss_for_the_waiter_and_the_prefix_is_that_of_the_session(here: NodeInProcess) -> None:
     rig = ResumeRig(here, 10 * LAYERS)
     rig.client.delete([key(6)])  # of layer 2
     with rig.chat.resuming(rig.place, layer_of=layer_of, timeout_s=WAIT_S) as back:
@@ -118,7 +118,7 @@ def test_a_gap_is_a_miss_for_whoever_waits_and_the_prefix_is_that_of_the_session
     rig.client.close()
 
 
-def test_a_resume_that_is_given_up_leaves_nothing_under_way(here: NodeInProcess) -> None:
+def test_an_abandoned_resume_leaves_nothing_in_flight(here: NodeInProcess) -> None:
     rig = ResumeRig(here, 3 * RESUME_BATCH_BLOCKS)
     with rig.chat.resuming(rig.place, timeout_s=WAIT_S) as back:
         assert back.wait_blocks(3)

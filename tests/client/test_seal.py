@@ -129,7 +129,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[pb.AttachResponse]:
     return areas(monkeypatch)
 
 
-def test_a_forged_put_is_not_stored_and_the_connection_goes_on(
+def test_a_forged_put_is_not_stored_and_the_connection_continues(
     told: list[pb.AttachResponse], rig: ClientWithBuffers, at_node: Forger
 ) -> None:
     link = link_of(rig.client)
@@ -146,10 +146,10 @@ def test_a_forged_put_is_not_stored_and_the_connection_goes_on(
     assert isinstance(rig.client.exists([key])[0], Miss)
 
 
-def test_a_forged_call_is_not_answered_and_the_connection_goes_on(
+def test_a_forged_call_is_not_answered_and_the_connection_continues(
     rig: ClientWithBuffers, at_node: Forger
 ) -> None:
-    """It wants a block of the tenant's sent to where the forger likes. Its flag is not believed, so nobody reads it."""
+    """It requests a block of the tenant for the forger's address. Its seal is invalid, so it is ignored."""
     link = link_of(rig.client)
     block = rig.block(0)
     put(rig, [block])
@@ -170,10 +170,10 @@ def test_a_forged_call_is_not_answered_and_the_connection_goes_on(
     assert memory[:] == bytes(MIB)
 
 
-def test_a_call_that_is_written_over_on_its_way_ends_the_connection_with_a_sentence(
+def test_a_call_overwritten_in_flight_ends_the_connection_with_one_sentence(
     rig: ClientWithBuffers, caplog: pytest.LogCaptureFixture, at_node: Forger
 ) -> None:
-    """Under its own flag. So much a forger can do to a connection whose keys it has; the next one has others."""
+    """Under its own flag. A forger can do this to a connection whose keys it has; the next one has others."""
     link = link_of(rig.client)
     assert link.calls is not None
     area, generation = link.calls._area, due_generation(link, 0)
@@ -189,7 +189,7 @@ def test_a_call_that_is_written_over_on_its_way_ends_the_connection_with_a_sente
     assert get(rig, [block]) == [Hit(block.key)]
 
 
-def test_the_node_counts_what_it_does_not_believe(tmp_path: Path) -> None:
+def test_the_node_counts_invalid_seals(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "node") as node:
         rig = ClientWithBuffers(node)
         link = link_of(rig.client)
@@ -210,8 +210,8 @@ def test_the_node_counts_what_it_does_not_believe(tmp_path: Path) -> None:
         rig.close()
 
 
-def test_forged_words_settle_neither_put_nor_get(rig: ClientWithBuffers, at_client: Forger) -> None:
-    """All of the client's words say that all is well; nothing of it is believed."""
+def test_forged_words_settle_neither_a_put_nor_a_get(rig: ClientWithBuffers, at_client: Forger) -> None:
+    """All words of the client are forged as success; none is accepted."""
     link = link_of(rig.client)
     key = link._acks.key
     for word in range(ACK_WORDS - 64, ACK_WORDS + 64):
@@ -225,7 +225,7 @@ def test_forged_words_settle_neither_put_nor_get(rig: ClientWithBuffers, at_clie
 def test_a_forged_answer_is_an_error_and_leases_nothing(
     rig: ClientWithBuffers, at_client: Forger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is written over the node's before its client reads it."""
+    """It overwrites the node's answer before its client reads it."""
     link = link_of(rig.client)
     calls = link.calls
     assert calls is not None
@@ -245,10 +245,10 @@ def test_a_forged_answer_is_an_error_and_leases_nothing(
     is_well(rig, link, 1)
 
 
-def test_either_end_of_an_earlier_version_is_served_without_seals(
+def test_either_side_of_an_earlier_version_is_served_without_seals(
     rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who doesn't say `seals` gets none, and who gets none looks for none: so it is with both of the other versions."""
+    """A client that doesn't set `seals` gets none, and one that gets none checks none, as in both earlier versions."""
     request = pb.AttachRequest
 
     def earlier(**fields: Any) -> pb.AttachRequest:
@@ -262,7 +262,7 @@ def test_either_end_of_an_earlier_version_is_served_without_seals(
     assert rig.client.reserve([rig.block(5)]).already_stored == 0
 
 
-def test_the_secret_of_a_connection_is_nowhere_to_be_read(
+def test_the_secret_of_a_connection_is_not_readable_anywhere(
     told: list[pb.AttachResponse],
     rig: ClientWithBuffers,
     node: NodeInProcess,

@@ -34,7 +34,7 @@ def names(client: Client) -> list[str]:
     return [one.session for one in client.sessions("ada")]
 
 
-def test_a_session_ends_and_is_in_no_list(client: Client) -> None:
+def test_an_expired_session_is_not_listed(client: Client) -> None:
     stays, goes = client.session("ada", "stays"), client.session("ada", "goes")
     stays.append([KEY], 16, time_to_live_ms=HOUR_MS)
     goes.append([KEY], 16)
@@ -53,14 +53,14 @@ def test_a_session_ends_and_is_in_no_list(client: Client) -> None:
     assert client.session("ada", "goes").append([KEY], 16) == 1
 
 
-def test_a_time_that_no_clock_has_is_refused(client: Client) -> None:
+def test_an_impossible_expiry_is_refused(client: Client) -> None:
     chat = client.session("ada", "chat")
     with pytest.raises(ProtocolError, match="at most"):
         chat.append([KEY], 16, time_to_live_ms=SESSION_TIME_TO_LIVE_MS_MAX + 1)
     assert names(client) == []
 
 
-def test_sessions_that_have_ended_do_not_count_as_protected(client: Client) -> None:
+def test_expired_sessions_do_not_count_as_protected(client: Client) -> None:
     for number in range(PROTECTED_SESSIONS_OF_TENANT_MAX):
         chat = client.session("ada", f"chat {number}")
         chat.append([KEY], 1)

@@ -55,7 +55,7 @@ def names(client: Client, user: str) -> list[str]:
     return [one.session for one in client.sessions(user)]
 
 
-def test_both_say_how_far_they_are(ada: Client) -> None:
+def test_export_and_import_report_their_progress(ada: Client) -> None:
     written: list[tuple[int, int]] = []
     stored: list[tuple[int, int]] = []
     file = io.BytesIO()
@@ -65,7 +65,7 @@ def test_both_say_how_far_they_are(ada: Client) -> None:
     assert written == stored == [(number, count) for number in range(1, count + 1)]
 
 
-def test_another_tenant_imports_it_as_its_own(node: NodeInProcess, ada: Client) -> None:
+def test_another_tenant_imports_the_session_as_its_own(node: NodeInProcess, ada: Client) -> None:
     file = exported(ada)
     for name in (b"acme", b"ada", b"chat"):
         assert name not in file
@@ -85,7 +85,7 @@ def test_another_tenant_imports_it_as_its_own(node: NodeInProcess, ada: Client) 
     assert names(ada, "ada") == ["chat"]
 
 
-def test_a_session_of_more_blocks_and_turns_than_a_call_may_name_comes_back(ada: Client) -> None:
+def test_a_session_of_more_blocks_and_turns_than_fit_in_a_call_is_exported_and_imported(ada: Client) -> None:
     chat = ada.session("ada", "long")
     for turn in range(4):
         chat.append([KEYS[(turn + at) % 5] for at in range(700)], turn)
@@ -98,7 +98,7 @@ def test_a_session_of_more_blocks_and_turns_than_a_call_may_name_comes_back(ada:
     assert told[0] == told[1]
 
 
-def test_a_file_that_is_cut_anywhere_imports_nothing(ada: Client) -> None:
+def test_a_file_truncated_anywhere_imports_nothing(ada: Client) -> None:
     file = exported(ada)
     rng = random.Random(1)
     for end in sorted({0, 1, len(file) - 1, len(file) - 32, *(rng.randrange(len(file)) for _ in range(40))}):
@@ -120,7 +120,7 @@ def test_a_file_with_a_flipped_bit_anywhere_imports_nothing(ada: Client) -> None
     assert names(ada, "bob") == []
 
 
-def test_bytes_that_were_changed_are_not_even_put(node: NodeInProcess, ada: Client) -> None:
+def test_changed_bytes_are_not_put_at_all(node: NodeInProcess, ada: Client) -> None:
     file = bytearray(exported(ada))
     at = bytes(file).index(payload(1))
     file[at + 5] ^= 1
@@ -130,8 +130,8 @@ def test_bytes_that_were_changed_are_not_even_put(node: NodeInProcess, ada: Clie
         assert [isinstance(one, Miss) for one in zeta.exists(KEYS[:3])] == [False, True, True]
 
 
-def test_parts_that_are_right_by_themselves_but_were_moved_are_refused() -> None:
-    """Every CRC holds; only the whole does not."""
+def test_valid_parts_in_another_order_are_refused() -> None:
+    """Every CRC matches; only the digest of the whole file does not."""
 
     def written(payloads: list[bytes]) -> bytes:
         file = io.BytesIO()
@@ -149,7 +149,7 @@ def test_parts_that_are_right_by_themselves_but_were_moved_are_refused() -> None
         reader.read_end()
 
 
-def test_a_name_that_is_taken_another_layout_and_no_session_are_refused(
+def test_a_taken_name_another_layout_and_a_missing_session_are_refused(
     node: NodeInProcess, ada: Client
 ) -> None:
     file = exported(ada)
@@ -168,8 +168,8 @@ def test_a_name_that_is_taken_another_layout_and_no_session_are_refused(
         ada.import_session(unfinished, "bob", "unfinished")
 
 
-def test_all_imports_are_gathered_under_one_hidden_user(ada: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that encrypts makes a key for each user, and keeps the place of it for good."""
+def test_all_imports_are_staged_under_one_hidden_user(ada: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that encrypts creates a key for each user, and keeps its entry permanently."""
     file, named = exported(ada), list[tuple[str, str]]()
     session = ada.session
     monkeypatch.setattr(ada, "session", lambda *name: named.append(name) or session(*name))  # type: ignore[func-returns-value]

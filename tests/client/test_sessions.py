@@ -101,7 +101,7 @@ def guarded(node: Node, guard: Guard) -> int:
     return node.store.statistics().eviction.guarded.get(guard, 0)
 
 
-def test_a_session_resumes_on_another_client_after_the_node_was_killed(
+def test_a_session_is_resumed_by_another_client_after_the_node_was_killed(
     node: NodeProcess, tenant: str
 ) -> None:
     blocks = RESUME_BATCH_BLOCKS + 22
@@ -123,7 +123,7 @@ def test_a_session_resumes_on_another_client_after_the_node_was_killed(
         assert client.session("user", "chat").keys() == [key(number) for number in range(blocks)]
 
 
-def test_a_node_killed_in_a_resume_is_a_miss_and_another_resume_is_whole(
+def test_a_node_killed_during_a_resume_is_a_miss_and_the_next_resume_is_complete(
     node: NodeProcess, tenant: str
 ) -> None:
     blocks = 3 * RESUME_BATCH_BLOCKS
@@ -153,7 +153,7 @@ def test_a_node_killed_in_a_resume_is_a_miss_and_another_resume_is_whole(
 
 
 @pytest.mark.parametrize("gone", [0, 1, 5, 16, 29])
-def test_a_deleted_block_makes_it_a_miss_with_the_prefix_before_it(
+def test_a_deleted_block_makes_a_resume_a_miss_with_the_prefix_before_it(
     node_here: NodeInProcess, gone: int
 ) -> None:
     with small_client(node_here.target) as client:
@@ -168,7 +168,7 @@ def test_a_deleted_block_makes_it_a_miss_with_the_prefix_before_it(
         assert resume(client)[0].is_whole
 
 
-def test_an_evicted_block_makes_it_a_miss_with_the_prefix_before_it(tmp_path: Path) -> None:
+def test_an_evicted_block_makes_a_resume_a_miss_with_the_prefix_before_it(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
         append(client, range(300))
         client.session("user", "chat").protect(120)
@@ -181,7 +181,7 @@ def test_an_evicted_block_makes_it_a_miss_with_the_prefix_before_it(tmp_path: Pa
         assert memory.has(range(resumed.usable_blocks))
 
 
-def test_no_eviction_takes_a_block_of_a_session_that_is_being_resumed(tmp_path: Path) -> None:
+def test_blocks_of_a_session_being_resumed_are_not_evicted(tmp_path: Path) -> None:
     blocks = RESUME_BATCH_BLOCKS + 10
     with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
         append(client, range(blocks))
@@ -198,7 +198,7 @@ def test_no_eviction_takes_a_block_of_a_session_that_is_being_resumed(tmp_path: 
         assert node.call(lambda one: (guarded(one, Guard.LEASE), one.pins.count)) == (0, 0)
 
 
-def test_a_session_too_large_to_be_pinned_is_resumed_all_the_same(tmp_path: Path) -> None:
+def test_a_session_too_large_to_be_pinned_can_be_resumed(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "data", 16 * MIB) as node, small_client(node.target) as client:
         append(client, range(250))
         with pytest.raises(Overloaded):
@@ -211,14 +211,16 @@ def test_a_session_too_large_to_be_pinned_is_resumed_all_the_same(tmp_path: Path
 def test_missing_and_empty_blocks(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         nothing = resume(client)[0]
-        assert nothing == Resumed(0, 0, 0, 0, Miss(MissReason.UNKNOWN, "There is no such session."))
+        assert nothing == Resumed(
+            0, 0, 0, 0, Miss(MissReason.UNKNOWN, "The user 'user' has no session 'chat'.")
+        )
         append(client, [1])
         client.session("user", "chat").truncate(0)
         assert resume(client)[0] == Resumed(0, 0, 0, 0, None)
         assert client.session("user", "chat").info().turns == ()
 
 
-def test_another_layout_is_a_miss_and_no_bytes(node_here: NodeInProcess) -> None:
+def test_a_resume_under_another_layout_is_a_miss_without_bytes(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client, small_client(node_here.target, layout=b"another") as other:
         append(client, range(3))
         resumed, memory = resume(other)
@@ -245,7 +247,7 @@ def test_a_place_under_another_key_is_refused(node_here: NodeInProcess) -> None:
 
 
 def test_a_stored_block_is_neither_sent_nor_named_again(node: NodeProcess, tenant: str) -> None:
-    """A prompt that was put before costs one call, and an append whose answer was lost is done once."""
+    """A prompt that was put before costs one call, and an append whose answer was lost is executed once."""
     with (
         small_client(node.target, tenant=tenant, block_bytes_max=SIZE) as client,
         FlagWords.create(1) as flags,
@@ -268,7 +270,7 @@ def test_a_stored_block_is_neither_sent_nor_named_again(node: NodeProcess, tenan
         assert len(client.session("user", "chat").info().turns) == 1
 
 
-def test_a_writer_that_missed_the_last_turn_is_refused_until_it_looks(node_here: NodeInProcess) -> None:
+def test_a_writer_that_missed_the_last_turn_is_refused_until_it_refreshes(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         put(client, range(4))
         one, other = client.session("user", "chat"), client.session("user", "chat")
@@ -280,7 +282,7 @@ def test_a_writer_that_missed_the_last_turn_is_refused_until_it_looks(node_here:
         assert one.append([key(2)], 16) == 3
 
 
-def test_a_turn_of_more_blocks_than_a_call_may_name_is_one_turn(node_here: NodeInProcess) -> None:
+def test_a_turn_of_more_blocks_than_fit_in_a_call_is_one_turn(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         session = client.session("user", "long")
@@ -337,7 +339,7 @@ def test_forks_truncations_and_removals(node: NodeProcess, tenant: str, durabili
         assert resume(client)[0].is_whole
 
 
-def test_a_session_names_only_what_is_stored(node_here: NodeInProcess) -> None:
+def test_a_session_names_only_stored_blocks(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         put(client, [0])
         with pytest.raises(SessionRefused, match="only stored blocks"):
@@ -353,7 +355,7 @@ def test_two_tenants_with_the_same_names_share_nothing(node_here: NodeInProcess)
         small_client(node_here.target, tenant="b") as other,
     ):
         append(one, range(3))
-        assert resume(other)[0].miss == Miss(MissReason.UNKNOWN, "There is no such session.")
+        assert resume(other)[0].miss == Miss(MissReason.UNKNOWN, "The user 'user' has no session 'chat'.")
         assert list(other.sessions("user")) == []
         with pytest.raises(SessionRefused, match="only stored blocks"):
             other.session("user", "chat").append([key(0)], 16)
@@ -365,7 +367,7 @@ def test_two_tenants_with_the_same_names_share_nothing(node_here: NodeInProcess)
         assert memory.has(range(3))
 
 
-def test_a_users_sessions_are_listed_page_by_page(node_here: NodeInProcess) -> None:
+def test_a_users_sessions_are_listed_in_pages(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         names = [f"chat {number} \N{SNOWMAN}" for number in range(SESSIONS_LISTED_MAX + 10)]
@@ -460,7 +462,7 @@ def test_a_prefetch_ends_at_a_gap_and_at_its_share(tmp_path: Path) -> None:
         assert session.prefetch() == 3
 
 
-def test_no_more_prefetches_wait_than_a_tenants_share_of_them(node_here: NodeInProcess) -> None:
+def test_waiting_prefetches_are_bounded_by_the_tenants_share(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         for number in range(20):
@@ -482,8 +484,8 @@ def test_no_more_prefetches_wait_than_a_tenants_share_of_them(node_here: NodeInP
     ("user", "name"),
     [("", "x"), ("x", ""), ("x" * (SESSION_LABEL_BYTES_MAX + 1), "x"), ("x", "\N{SNOWMAN}" * 43)],
 )
-def test_names_that_cannot_be_are_refused(node_here: NodeInProcess, user: str, name: str) -> None:
-    """By the node as well, whatever its client lets through."""
+def test_invalid_names_are_refused(node_here: NodeInProcess, user: str, name: str) -> None:
+    """By the node as well, whatever the client lets through."""
     with small_client(node_here.target) as client:
         session = client.session("x", "x")
         session.user, session.name = user, name
@@ -493,7 +495,7 @@ def test_names_that_cannot_be_are_refused(node_here: NodeInProcess, user: str, n
                 call()
 
 
-def test_the_longest_names_come_back(node_here: NodeInProcess) -> None:
+def test_the_longest_names_are_stored_and_returned(node_here: NodeInProcess) -> None:
     with small_client(node_here.target) as client:
         client.put_inline(key(0), b"x")
         name = "x" * SESSION_LABEL_BYTES_MAX
@@ -501,7 +503,7 @@ def test_the_longest_names_come_back(node_here: NodeInProcess) -> None:
         assert [one.session for one in client.sessions(name)] == [name]
 
 
-def test_without_a_node_a_step_is_one_typed_error(tmp_path: Path) -> None:
+def test_without_a_node_each_step_is_one_typed_error(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "data") as node:
         client = small_client(node.target)
         append(client, [0])

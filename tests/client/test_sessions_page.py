@@ -39,7 +39,7 @@ def test_the_example_of_the_page_runs_as_printed(node: NodeProcess) -> None:
     assert why.startswith("The block was deleted ")
 
 
-def test_the_command_lists_a_users_sessions_latest_last(node: NodeProcess) -> None:
+def test_the_command_lists_a_users_sessions_the_latest_last(node: NodeProcess) -> None:
     with small_client(node.target, tenant="acme") as client:
         key = block_key(b"x")
         client.put_inline(key, b"x")
@@ -60,7 +60,7 @@ def test_the_command_lists_a_users_sessions_latest_last(node: NodeProcess) -> No
     assert run("-m", "kvstore", "sessions", "--node", node.target, "--user", "eve", "--json").stdout == "[]\n"
 
 
-def test_the_command_says_in_a_sentence_what_is_wrong(node: NodeProcess, tmp_path: Path) -> None:
+def test_command_errors_of_sessions_are_one_sentence(node: NodeProcess, tmp_path: Path) -> None:
     ask = ("-m", "kvstore", "sessions", "--user", "ada", "--node")
     for status, *more in ((1, "127.0.0.1:1"), (2, node.target, "--token-file", str(tmp_path / "none"))):
         done = run(*ask, *more)

@@ -65,7 +65,7 @@ def put_shards(
 
 @pytest.mark.parametrize("order", [Order.HEADS_FIRST, Order.TOKENS_FIRST])
 @pytest.mark.parametrize("wanted_shards", [1, 2, 4])
-def test_blocks_put_by_two_shards_come_to_one_two_and_four(
+def test_blocks_put_by_two_shards_are_read_by_one_two_and_four(
     node: NodeProcess, tenant: str, order: Order, wanted_shards: int
 ) -> None:
     layout = layout_in(order)
@@ -89,9 +89,7 @@ def test_blocks_put_by_two_shards_come_to_one_two_and_four(
                 assert target[at + mine.block_bytes : at + room] == b"\xee" * 64
 
 
-def test_a_block_of_which_one_shard_is_missing_is_a_miss_and_touches_nothing(
-    node: NodeProcess, tenant: str
-) -> None:
+def test_a_block_with_a_missing_shard_is_a_miss_and_writes_nothing(node: NodeProcess, tenant: str) -> None:
     layout = layout_in(Order.HEADS_FIRST)
     put_shards(node, tenant, layout, 2, without=1)
     with small_client(node.target, tenant=tenant, layout=layout) as client:
@@ -106,10 +104,10 @@ def test_a_block_of_which_one_shard_is_missing_is_a_miss_and_touches_nothing(
         assert not any(target[end:])
 
 
-def test_engines_of_several_layouts_store_the_same_tokens_side_by_side(
+def test_engines_with_several_layouts_store_the_same_tokens_side_by_side(
     node: NodeProcess, tenant: str
 ) -> None:
-    """Once they had one key, and the puts of whoever came second failed for ever."""
+    """They once shared a key, and the second engine's puts always failed."""
     first = layout_in(Order.HEADS_FIRST)
     layouts = [first, layout_in(Order.TOKENS_FIRST), replace(first, isa="amx")]
     for layout in layouts:
@@ -122,7 +120,7 @@ def test_engines_of_several_layouts_store_the_same_tokens_side_by_side(
             ) == [Hit(layout.key(chained(0)))]
 
 
-def test_a_key_under_another_layout_is_a_miss_that_says_so(node: NodeProcess, tenant: str) -> None:
+def test_a_key_under_another_layout_is_a_layout_miss(node: NodeProcess, tenant: str) -> None:
     layout = layout_in(Order.HEADS_FIRST)
     put_shards(node, tenant, layout, 1)
     other = layout_in(Order.TOKENS_FIRST)

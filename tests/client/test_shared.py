@@ -87,7 +87,7 @@ def test_a_landed_block_is_read_from_the_nodes_memory(rig: ClientWithBuffers) ->
     assert rig.client.status().mapped == 1
 
 
-def test_blocks_on_the_drive_only_are_read_beside_those_in_memory(
+def test_blocks_only_on_the_drive_are_read_along_with_those_in_memory(
     rig: ClientWithBuffers, node: NodeProcess
 ) -> None:
     blocks = [rig.block(number) for number in range(4)]
@@ -117,7 +117,7 @@ def test_parts_of_blocks(rig: ClientWithBuffers) -> None:
     assert shared_blocks(rig) == 1
 
 
-def test_a_block_whose_bytes_changed_in_memory_is_a_miss_and_then_comes_from_the_drive(
+def test_a_block_whose_bytes_changed_in_memory_is_a_miss_and_then_read_from_the_drive(
     inside: ClientWithBuffers, inner: NodeInProcess
 ) -> None:
     block = inside.block(0, 100_000)
@@ -199,7 +199,7 @@ class Churn:
                 one.join()
 
 
-def test_no_wrong_byte_while_blocks_come_and_go_under_readers(tmp_path: Path) -> None:
+def test_no_wrong_byte_while_blocks_enter_and_leave_memory_under_readers(tmp_path: Path) -> None:
     with (
         NodeInProcess(tmp_path / "node", hot_bytes=16 * MIB, shares_memory=True) as node,
         rig_of(node) as writer,
@@ -210,7 +210,7 @@ def test_no_wrong_byte_while_blocks_come_and_go_under_readers(tmp_path: Path) ->
     assert churn.shared > 100, f"of {churn.hits} hits, out of the node's memory"
 
 
-def test_a_node_that_dies_under_a_reader_costs_misses_and_no_wrong_byte(
+def test_a_node_that_dies_under_a_reader_causes_misses_and_no_wrong_byte(
     rig: ClientWithBuffers, node: NodeProcess
 ) -> None:
     blocks = [rig.block(number) for number in range(16)]
@@ -233,7 +233,7 @@ def test_a_node_that_dies_under_a_reader_costs_misses_and_no_wrong_byte(
     assert rig.is_exact(blocks[0])
 
 
-def test_where_the_memory_cannot_be_had_blocks_come_over_the_fabric(
+def test_where_the_memory_cannot_be_mapped_blocks_are_sent_over_the_fabric(
     inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def elsewhere(told: pb.SharedMemory, puts: pb.PutArea) -> MappedMemory:
@@ -249,10 +249,10 @@ def test_where_the_memory_cannot_be_had_blocks_come_over_the_fabric(
         assert shared_blocks(rig) == 0
 
 
-def test_readers_that_call_no_more_hold_up_a_get_from_the_drive_for_two_seconds_at_most(
+def test_idle_readers_delay_a_get_from_the_drive_for_two_seconds_at_most(
     tmp_path: Path,
 ) -> None:
-    """What they read last fills the hot memory, and nothing says that they are done with it."""
+    """The blocks they read last fill the hot memory, and nothing shows that they are done with them."""
     with (
         NodeInProcess(tmp_path / "node", hot_bytes=16 * MIB, shares_memory=True) as node,
         ExitStack() as open_rigs,
@@ -301,7 +301,7 @@ def ask(name: str, shown: bytes) -> int | None:
     return None
 
 
-def test_a_pass_is_good_once_and_gives_memory_that_only_the_node_can_change(
+def test_a_pass_works_once_and_gives_memory_that_only_the_node_can_change(
     offer: tuple[pb.SharedMemory, ClientWithBuffers],
 ) -> None:
     told, _ = offer
@@ -321,7 +321,7 @@ def test_a_pass_is_good_once_and_gives_memory_that_only_the_node_can_change(
     os.close(fd)
 
 
-def test_no_other_pass_is_good_nor_one_of_a_connection_that_is_closed(
+def test_other_passes_and_passes_of_closed_connections_are_refused(
     offer: tuple[pb.SharedMemory, ClientWithBuffers], inner: NodeInProcess
 ) -> None:
     told, rig = offer
@@ -336,7 +336,7 @@ def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_slots_that_cannot_be_mapped_for_want_of_a_descriptor_leave_none_behind(
+def test_slots_that_cannot_be_mapped_for_lack_of_descriptors_leave_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fds = [os.memfd_create("slots", os.MFD_ALLOW_SEALING), *(os.eventfd(0) for _ in range(2))]
@@ -359,7 +359,9 @@ def test_slots_that_cannot_be_mapped_for_want_of_a_descriptor_leave_none_behind(
         os.close(fd)
 
 
-def test_callers_that_show_nothing_are_hung_up_on(offer: tuple[pb.SharedMemory, ClientWithBuffers]) -> None:
+def test_callers_that_present_no_pass_are_disconnected(
+    offer: tuple[pb.SharedMemory, ClientWithBuffers],
+) -> None:
     told, rig = offer
     silent = [socket.socket(socket.AF_UNIX) for _ in range(SHARE_CALLERS_MAX)]
     for one in silent:
@@ -376,10 +378,8 @@ def test_callers_that_show_nothing_are_hung_up_on(offer: tuple[pb.SharedMemory, 
     assert rig.client.status().node
 
 
-def test_a_node_with_tenants_offers_no_more_than_slots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that its hot memory has could be read there."""
+def test_a_node_with_tenants_shares_only_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise clients could read everything in its hot memory."""
     told, tenants = areas(monkeypatch), tmp_path / "tenants.toml"
     tenants.write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\n')
     with (

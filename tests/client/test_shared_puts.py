@@ -95,7 +95,7 @@ def fds() -> int:
 # --- the way there
 
 
-def test_a_put_goes_into_the_nodes_memory_and_stays(tmp_path: Path) -> None:
+def test_a_put_goes_into_the_nodes_memory_and_stays_there(tmp_path: Path) -> None:
     with small_node(tmp_path / "node") as node, rig_of(node) as rig:
         blocks = [rig.block(n, length) for n, length in enumerate((1, 4096, 4097, 100_000, MIB))]
         for block, durability in zip(blocks, [*Durability, *Durability], strict=False):
@@ -110,7 +110,7 @@ def test_a_put_goes_into_the_nodes_memory_and_stays(tmp_path: Path) -> None:
         assert shared_puts(rig) >= 1, "the new connection has its slots mapped, too"
 
 
-def test_many_armed_on_one_flag_go_through_eight_slots(inside: ClientWithBuffers) -> None:
+def test_many_puts_armed_on_one_flag_pass_through_eight_slots(inside: ClientWithBuffers) -> None:
     blocks = [
         Block(inside.key(n), inside.from_region, n * 4096, 4000, threshold=n % 5 + 1) for n in range(1000)
     ]
@@ -122,8 +122,8 @@ def test_many_armed_on_one_flag_go_through_eight_slots(inside: ClientWithBuffers
     assert all(is_there(inside, block) for block in blocks[::37])
 
 
-def test_an_idle_end_is_woken(inside: ClientWithBuffers) -> None:
-    """Without the doorbells each would wait for the end of a sleep, 20 ms at the node: a fifth of them up to 4 ms."""
+def test_an_idle_peer_is_woken(inside: ClientWithBuffers) -> None:
+    """Without the doorbells each would wait for the end of a sleep: 20 ms at the node, and every fifth up to 4 ms."""
     numbers = itertools.count()
 
     def is_soon() -> bool:
@@ -135,8 +135,8 @@ def test_an_idle_end_is_woken(inside: ClientWithBuffers) -> None:
     assert happens_more_often(is_soon, 1 / 5)
 
 
-def test_a_block_overwritten_while_it_is_put_is_whole_or_refused(inside: ClientWithBuffers) -> None:
-    """The checksum is of the application's bytes: what was torn on its way to the slot is not stored."""
+def test_a_block_overwritten_during_its_put_is_complete_or_refused(inside: ClientWithBuffers) -> None:
+    """The checksum is that of the application's bytes: a block torn on its way to the slot is not stored."""
     ends = threading.Event()
 
     def scribble() -> None:
@@ -157,8 +157,8 @@ def test_a_block_overwritten_while_it_is_put_is_whole_or_refused(inside: ClientW
 # --- a client that lies, or a process that writes where it should not
 
 
-def test_bytes_written_over_after_the_flag_are_refused_or_were_read_before(inside: ClientWithBuffers) -> None:
-    """The node reads a slot once: what it keeps has the checksum that came with the put."""
+def test_bytes_overwritten_after_the_flag_are_refused_or_were_read_before(inside: ClientWithBuffers) -> None:
+    """The node reads a slot once: the stored bytes match the checksum of the put."""
     assert put(inside, inside.block(0)) is None
     memory, ends = memory_of(inside), threading.Event()
     words = len(memory) - GRANTED_PUTS * 8
@@ -188,8 +188,8 @@ def test_bytes_written_over_after_the_flag_are_refused_or_were_read_before(insid
     assert kept
 
 
-def test_an_invalid_put_costs_other_clients_nothing(inner: NodeInProcess) -> None:
-    """Flags that are not its client's are not believed, as over the fabric; heads that are none are not looked at."""
+def test_an_invalid_put_does_not_affect_other_clients(inner: NodeInProcess) -> None:
+    """Flags of another client are ignored, as over the fabric; invalid headers are not processed."""
     with rig_of(inner) as bad, rig_of(inner) as good:
         assert put(bad, bad.block(0)) is None
         assert put(good, good.block(0)) is None
@@ -211,7 +211,7 @@ def test_an_invalid_put_costs_other_clients_nothing(inner: NodeInProcess) -> Non
 
 
 def test_a_word_of_another_generation_ends_no_put(tmp_path: Path) -> None:
-    """Words of shared memory have no tag, and still only the one that is due counts."""
+    """Words in shared memory have no tag, and still only the expected one counts."""
     with small_node(tmp_path / "node") as node, rig_of(node) as rig:
         assert put(rig, rig.block(0)) is None
         memory = memory_of(rig)
@@ -256,7 +256,7 @@ def passes(inner: NodeInProcess) -> int:
     return int(inner.call(lambda node: len(node.sharing._offers)))  # type: ignore[union-attr]
 
 
-def test_a_pass_is_good_once_and_for_its_connection(
+def test_a_pass_works_once_and_for_its_own_connection(
     offer: tuple[pb.SharedMemory, ClientWithBuffers], inner: NodeInProcess
 ) -> None:
     told, rig = offer
@@ -276,7 +276,7 @@ def test_a_pass_is_good_once_and_for_its_connection(
     assert passes(inner) == 0
 
 
-def test_the_size_of_the_memory_can_not_be_changed(
+def test_the_size_of_the_memory_cannot_be_changed(
     offer: tuple[pb.SharedMemory, ClientWithBuffers], inner: NodeInProcess
 ) -> None:
     told, rig = offer
@@ -295,8 +295,8 @@ def test_the_size_of_the_memory_can_not_be_changed(
     assert inner.call(len) == 1
 
 
-def test_the_node_survives_any_use_of_its_doorbells(inner: NodeInProcess) -> None:
-    """Full, blocking, and never read: no call of the node's waits for them."""
+def test_the_node_survives_any_misuse_of_its_doorbells(inner: NodeInProcess) -> None:
+    """Full, blocking, and never read: no call of the node waits for them."""
     with rig_of(inner) as bad, rig_of(inner) as good:
         assert put(bad, bad.block(0)) is None
         slots = link_of(bad.client).mapped.slots
@@ -311,8 +311,8 @@ def test_the_node_survives_any_use_of_its_doorbells(inner: NodeInProcess) -> Non
 
 
 @pytest.mark.parametrize("deletes", [False, True])
-def test_clients_put_the_same_names_at_the_same_time(tmp_path: Path, *, deletes: bool) -> None:
-    """One is written by the drive's lane, the others by the store, which is to hear of it first."""
+def test_clients_put_the_same_names_concurrently(tmp_path: Path, *, deletes: bool) -> None:
+    """One is written by the drive's lane, the others by the store, which must be told of it first."""
     with small_node(tmp_path / "node") as node, ExitStack() as stack:
         rigs = [stack.enter_context(rig_of(node)) for _ in range(3)]
         together = threading.Barrier(len(rigs))
@@ -341,7 +341,7 @@ def test_clients_put_the_same_names_at_the_same_time(tmp_path: Path, *, deletes:
 # --- what stands in the way
 
 
-def test_a_pass_is_void_after_its_time(inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_expires(inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(same_machine, "SHARE_PASS_MS", 30)
 
     def late(told: pb.SharedMemory, puts: pb.PutArea) -> MappedMemory:
@@ -357,10 +357,8 @@ def test_a_pass_is_void_after_its_time(inner: NodeInProcess, monkeypatch: pytest
         assert is_there(rig, rig.block(0))
 
 
-def test_a_client_that_is_not_sure_asks_for_its_slots(
-    inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The node may put the words of its puts into memory that it has not."""
+def test_a_client_in_doubt_requests_its_slots(inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node may write the words of its puts into memory that the client hasn't mapped."""
     mapped = SharedSlots.mapped
 
     def and_says_nothing(self: SharedSlots, *arguments: Any) -> None:
@@ -374,7 +372,7 @@ def test_a_client_that_is_not_sure_asks_for_its_slots(
         assert is_there(rig, rig.block(0))
 
 
-def test_a_size_that_does_not_fit_what_was_granted_is_not_used(
+def test_a_size_that_does_not_match_the_grant_is_not_used(
     inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -393,7 +391,7 @@ def divide(node: Node, places: int, tenants: int) -> None:
     node.sharing._places = Places(places, lambda: tenants)
 
 
-def test_so_many_connections_share_and_others_go_over_the_fabric(inner: NodeInProcess) -> None:
+def test_a_bounded_number_of_connections_share_and_others_use_the_fabric(inner: NodeInProcess) -> None:
     inner.call(lambda one: divide(one, 2, 1))
     with ExitStack() as stack:
         rigs = [stack.enter_context(rig_of(inner)) for _ in range(3)]
@@ -417,10 +415,10 @@ def test_a_tenant_with_many_connections_leaves_others_places_to_map_slots(inner:
         assert inner.call(lambda one: one.sharing is not None and one.sharing.shares_slots(b"another"))
 
 
-def test_a_node_without_a_descriptor_for_a_caller_rests_and_takes_it_later(
+def test_a_node_without_a_free_descriptor_pauses_and_accepts_the_caller_later(
     inner: NodeInProcess, offer: tuple[pb.SharedMemory, ClientWithBuffers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller that can't be accepted stays where it is, and the loop would be told of it over and over."""
+    """A caller that can't be accepted stays queued, and the loop would be woken over and over."""
     told, _ = offer
     tries = []
 
@@ -448,7 +446,7 @@ def test_a_node_without_a_descriptor_for_a_caller_rests_and_takes_it_later(
         assert caller.recv(1) == b"", "it is heard, and has no pass"
 
 
-def test_nothing_is_left_of_connections_that_come_and_go(inner: NodeInProcess) -> None:
+def test_connections_that_come_and_go_leave_nothing_behind(inner: NodeInProcess) -> None:
     def once() -> None:
         with rig_of(inner) as rig:
             assert put(rig, rig.block(0, 4096)) is None
@@ -467,7 +465,7 @@ def mapped_slots() -> int:
     return Path("/proc/self/maps").read_text().count("triggerkv-slots")
 
 
-def test_puts_end_when_the_node_is_killed_in_the_middle(tmp_path: Path) -> None:
+def test_puts_end_when_the_node_is_killed_during_them(tmp_path: Path) -> None:
     with small_node(tmp_path / "node") as node, rig_of(node) as rig:
         assert put(rig, rig.block(0)) is None
         blocks = [Block(rig.key(n), rig.from_region, n * 4096, MIB, threshold=n + 1) for n in range(200)]
@@ -485,7 +483,7 @@ def test_puts_end_when_the_node_is_killed_in_the_middle(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_closed_client_is_its_own_again(inner: NodeInProcess) -> None:
-    """Closing waits for no put: what was under way either came whole, or never comes."""
+    """Closing waits for no put: one in flight either arrives whole, or never."""
     name = secrets.token_bytes(8)
     for turn in range(6):
         with rig_of(inner) as rig:
@@ -514,7 +512,7 @@ def flags_seen(node: NodeInProcess) -> list[bool]:
     return seen
 
 
-def test_the_node_knows_the_flag_of_a_put_through_shared_memory(
+def test_the_node_knows_when_the_flag_of_a_shared_memory_put_was_stored(
     inner: NodeInProcess, inside: ClientWithBuffers
 ) -> None:
     assert put(inside, inside.block(0)) is None
@@ -522,7 +520,7 @@ def test_the_node_knows_the_flag_of_a_put_through_shared_memory(
     assert inner.call(lambda node: node.traces.fired_blocks) == 1
 
 
-def test_the_flag_of_a_client_that_may_have_another_clock_is_not_used(tmp_path: Path) -> None:
+def test_flag_times_of_a_client_with_a_different_clock_are_not_used(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "node") as node, rig_of(node) as rig:
         assert put(rig, rig.block(0)) is None
         assert flags_seen(node) == [False]

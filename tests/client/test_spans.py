@@ -143,7 +143,7 @@ def test_a_put_of_many_thresholds_has_a_bounded_number_of_spans(both: Both) -> N
     assert sum(int(str(attributes_of(one)["kvstore.blocks"])) for one in writes) == 40
 
 
-def test_a_block_that_is_there_is_counted_and_nothing_is_sent_for_it(both: Both) -> None:
+def test_a_stored_block_is_counted_and_nothing_is_sent(both: Both) -> None:
     both.put([both.block(0)])
     both.clear("kvstore.put", "kvstore.node.put")
     both.put([both.block(0)])
@@ -153,7 +153,7 @@ def test_a_block_that_is_there_is_counted_and_nothing_is_sent_for_it(both: Both)
     assert [span.name for span in spans if span is not root] == ["kvstore.node.lease", "kvstore.node.put"]
 
 
-def test_a_reservation_that_is_given_back_ends_its_trace(both: Both) -> None:
+def test_a_returned_reservation_ends_its_trace(both: Both) -> None:
     both.client.reserve([both.block(0), both.block(1)]).give_back()
     spans = both.close()
     assert attributes_of(one_trace(spans))["kvstore.given_back"] is True
@@ -161,7 +161,7 @@ def test_a_reservation_that_is_given_back_ends_its_trace(both: Both) -> None:
     assert attributes_of(put)["kvstore.blocks.given_back"] == 2
 
 
-def test_a_flag_that_does_not_come_is_an_error_on_both_sides(both: Both) -> None:
+def test_a_missing_flag_is_an_error_on_both_sides(both: Both) -> None:
     with FlagWords.create(1) as flags:
         puts = both.client.reserve([both.block(0), both.block(1)], lease_ms=400).arm(flags[0])
         flags[0].store(1)
@@ -180,7 +180,7 @@ def test_a_flag_that_does_not_come_is_an_error_on_both_sides(both: Both) -> None
     assert said.get("kvstore.blocks.given_back", 0) == 1  # the client was first, as it should be
 
 
-def test_a_reserve_that_is_refused_is_an_error(both: Both) -> None:
+def test_a_refused_reserve_is_an_error(both: Both) -> None:
     both.client.attach()
     held = both.client.reserve([both.block(number) for number in range(64)])
     with pytest.raises(Overloaded):
@@ -194,7 +194,7 @@ def test_a_reserve_that_is_refused_is_an_error(both: Both) -> None:
 
 
 @pytest.mark.parametrize("where", ["drive", "memory"])
-def test_a_resume_is_one_trace_cold_and_hot(both: Both, where: str) -> None:
+def test_a_cold_and_a_hot_resume_are_one_trace_each(both: Both, where: str) -> None:
     blocks = [both.block(number) for number in range(5)]
     both.put(blocks)
     chat = both.client.session("ada", "chat 7")
@@ -239,7 +239,7 @@ def test_all_batches_of_a_long_resume_are_in_its_trace(both: Both) -> None:
     assert len(named(children_of(root, spans), "kvstore.get")) == RESUME_AHEAD_BATCHES + 2
 
 
-def test_a_miss_says_its_reason(both: Both) -> None:
+def test_a_miss_has_its_reason(both: Both) -> None:
     blocks = [both.block(number) for number in range(4)]
     both.put(blocks)
     chat = both.client.session("ada", "chat 7")
@@ -261,7 +261,7 @@ def test_a_miss_says_its_reason(both: Both) -> None:
     assert attributes_of(fetch)["kvstore.misses.deleted"] == 1  # the node knows better
 
 
-def test_a_node_that_is_away_is_a_miss_in_the_span(tmp_path: Path) -> None:
+def test_an_absent_node_is_a_miss_in_the_span(tmp_path: Path) -> None:
     kept = Kept()
     with (
         NodeProcess(tmp_path / "node", capacity="64MiB") as node,
@@ -280,7 +280,7 @@ def test_a_node_that_is_away_is_a_miss_in_the_span(tmp_path: Path) -> None:
     assert attributes_of(get)["kvstore.misses.node_away"] == 1
 
 
-def test_a_request_that_arrives_is_one_trace(both: Both) -> None:
+def test_an_arriving_request_is_one_trace(both: Both) -> None:
     table = Table()
     table.replace(
         parse_rules(
@@ -319,7 +319,7 @@ actions = ["fetch"]
     assert named(children_of(named(spans, "kvstore.get")[0], spans), "kvstore.node.fetch")
 
 
-def test_blocks_inside_grpc_are_traced_within_the_application_s_own_span(both: Both) -> None:
+def test_grpc_blocks_are_traced_within_the_applications_own_span(both: Both) -> None:
     tracer = both.of_client.provider.get_tracer("an engine")
     with tracer.start_as_current_span("engine step"):
         both.client.put_inline(KEYS[0], bytes(SIZE))
@@ -356,7 +356,7 @@ def test_blocks_inside_grpc_are_traced_within_the_application_s_own_span(both: B
         assert named(children_of(get, spans), "kvstore.node.get")
 
 
-def test_a_block_inside_grpc_that_is_refused_is_an_error(both: Both) -> None:
+def test_a_refused_grpc_block_is_an_error(both: Both) -> None:
     both.client.put_inline(KEYS[2], b"x")
     with pytest.raises(KeyTaken):
         both.client.put_inline(KEYS[2], b"y")
@@ -382,7 +382,7 @@ def test_unsampled_calls_make_no_spans(tmp_path: Path, provider: Any) -> None:
     assert of_node.spans == ()
 
 
-def test_nothing_says_whose_the_blocks_are(both: Both) -> None:
+def test_spans_do_not_name_the_owner_of_blocks(both: Both) -> None:
     blocks = [both.block(0)]  # and none of the words below could be a part of an id, which is hex
     both.put(blocks)
     chat = both.client.session("grace hopper", "chat number 7")
@@ -395,7 +395,7 @@ def test_nothing_says_whose_the_blocks_are(both: Both) -> None:
         assert word not in text
 
 
-def test_a_span_processor_that_hangs_holds_nothing_up(tmp_path: Path) -> None:
+def test_a_hanging_span_processor_delays_nothing(tmp_path: Path) -> None:
     let_go = threading.Event()
 
     class Hangs(SpanProcessor):

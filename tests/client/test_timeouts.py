@@ -43,8 +43,8 @@ def stopped(node: NodeProcess) -> Iterator[None]:
         os.kill(node.pid, signal.SIGCONT)
 
 
-def test_a_connection_that_comes_to_nothing_ends_in_its_time() -> None:
-    """Whoever listens there takes it and never says a word."""
+def test_an_unanswered_connection_attempt_times_out() -> None:
+    """The listener accepts it and never sends a byte."""
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         Client(f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout_ms=TIMEOUT_MS) as client,
@@ -76,7 +76,7 @@ CALLS: dict[str, Callable[[Client], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_call_ends_in_its_time(shared_node: NodeProcess, call: Callable[[Client], object]) -> None:
+def test_a_call_ends_at_its_timeout(shared_node: NodeProcess, call: Callable[[Client], object]) -> None:
     with Client(shared_node.target, call_timeout_ms=TIMEOUT_MS) as client:
         client.status()
 
@@ -89,7 +89,7 @@ def test_a_call_ends_in_its_time(shared_node: NodeProcess, call: Callable[[Clien
             assert TIMEOUT_MS / 1000 * 0.9 < took_s(refused) < SOON_S
 
 
-def test_a_reserve_over_the_fabric_ends_in_its_time(shared_node: NodeProcess) -> None:
+def test_a_reserve_over_the_fabric_ends_at_its_timeout(shared_node: NodeProcess) -> None:
     with (
         mmap.mmap(-1, PAGE_BYTES) as memory,
         small_client(shared_node.target, call_timeout_ms=5 * TIMEOUT_MS) as client,
@@ -105,7 +105,7 @@ def test_a_reserve_over_the_fabric_ends_in_its_time(shared_node: NodeProcess) ->
             assert 5 * TIMEOUT_MS / 1000 * 0.9 < took_s(reserve) < SOON_S
 
 
-def test_a_put_has_no_more_time_to_attach_than_for_all_of_it(shared_node: NodeProcess) -> None:
+def test_a_puts_timeout_includes_attaching(shared_node: NodeProcess) -> None:
     with (
         mmap.mmap(-1, PAGE_BYTES) as memory,
         small_client(shared_node.target) as client,
@@ -128,7 +128,7 @@ GETS: dict[str, Callable[[Client, Block], object]] = {
 
 
 @pytest.mark.parametrize("get", GETS.values(), ids=GETS)
-def test_a_get_that_is_given_no_time_has_the_one_that_was_told(
+def test_a_get_without_a_timeout_uses_the_configured_one(
     shared_node: NodeProcess, get: Callable[[Client, Block], object]
 ) -> None:
     with (

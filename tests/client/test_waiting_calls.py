@@ -57,7 +57,7 @@ def get_of(rig: ClientWithBuffers, block: Block, timeout_s: float = WAIT_S) -> G
     return get
 
 
-def test_gets_beyond_the_places_wait_for_one_and_none_goes_by_grpc(
+def test_gets_beyond_the_places_wait_for_one_and_none_goes_over_grpc(
     rig: ClientWithBuffers, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = [rig.block(number) for number in range(16)]
@@ -73,7 +73,7 @@ def test_gets_beyond_the_places_wait_for_one_and_none_goes_by_grpc(
     assert len(link._free_words) == free
 
 
-def test_a_get_whose_deadline_finds_it_waiting_is_a_miss_and_the_node_is_never_asked(
+def test_a_get_whose_deadline_passes_while_it_waits_is_a_miss_without_a_call(
     rig: ClientWithBuffers, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block, other = rig.block(0), rig.block(1)
@@ -104,7 +104,7 @@ def test_a_get_whose_deadline_finds_it_waiting_is_a_miss_and_the_node_is_never_a
     assert len(link._free_words) == free
 
 
-def test_a_reserve_that_waits_ends_at_its_deadline_and_leaves_the_link(
+def test_a_waiting_reserve_ends_at_its_deadline_and_keeps_the_link(
     rig: ClientWithBuffers, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = rig.block(0)
@@ -122,10 +122,10 @@ def test_a_reserve_that_waits_ends_at_its_deadline_and_leaves_the_link(
     assert rig.client._core.link is link
 
 
-def test_reserves_that_wait_go_out_and_each_has_its_own_answer(
+def test_waiting_reserves_are_sent_and_each_has_its_own_answer(
     rig: ClientWithBuffers, node: NodeProcess
 ) -> None:
-    """Answers with bytes: a place is free once these are read, and each lies where its own call was."""
+    """Answers with bytes: a place is free once they are read, and each is where its own call was."""
     link = link_of(rig.client)
     count = 2 * FABRIC_CALL_PLACES + 3
     made: list[Reservation] = []
@@ -146,7 +146,7 @@ def test_reserves_that_wait_go_out_and_each_has_its_own_answer(
     assert rig.client._core.link is link
 
 
-def test_a_node_that_stands_still_ends_the_link_by_the_calls_that_it_took(
+def test_a_stopped_node_ends_the_link_through_the_calls_that_it_accepted(
     rig: ClientWithBuffers, node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = rig.block(0)
@@ -167,7 +167,7 @@ def test_a_node_that_stands_still_ends_the_link_by_the_calls_that_it_took(
 
 
 @pytest.mark.parametrize("way", ["closed", "lost"])
-def test_calls_that_wait_end_with_their_link(rig: ClientWithBuffers, node: NodeProcess, way: str) -> None:
+def test_waiting_calls_end_with_their_link(rig: ClientWithBuffers, node: NodeProcess, way: str) -> None:
     block = rig.block(0)
     put(rig, [block])
     with stopped(node):
@@ -200,10 +200,10 @@ def test_calls_that_wait_end_with_their_link(rig: ClientWithBuffers, node: NodeP
         assert get(rig, [block]) == [Hit(block.key)]
 
 
-def test_two_hundred_gets_in_flight_of_eight_threads_are_exact_and_none_goes_by_grpc(
+def test_two_hundred_gets_in_flight_on_eight_threads_are_exact_and_none_goes_over_grpc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In memory and from the drive, each into memory of its own, three times over."""
+    """In memory and from the drive, each into its own memory, three times over."""
     threads_count, each, length = 8, 25, 20_000
     with NodeInProcess(tmp_path / "node") as node, closing(ClientWithBuffers(node)) as rig:
         blocks = [rig.block(number, length, offset=number * length) for number in range(threads_count * each)]
@@ -253,7 +253,7 @@ def impatient(
 def test_gets_whose_deadlines_end_at_any_moment_write_nothing_afterwards_and_keep_nothing(
     tmp_path: Path,
 ) -> None:
-    """Many at a time, so that some end while they wait, some as they go out, and some when the node has them."""
+    """Many at a time, so that some end while they wait, some while they are sent, and some at the node."""
     threads_count, each, turns, length = 6, 6, 40, 20_000
     with NodeInProcess(tmp_path / "node") as node, closing(ClientWithBuffers(node)) as rig:
         blocks = [rig.block(number, length, offset=number * length) for number in range(threads_count * each)]

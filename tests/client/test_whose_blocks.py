@@ -58,7 +58,7 @@ def client(node: NodeProcess) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("put", ON_ITS_OWN)
-def test_a_node_that_encrypts_refuses_a_put_that_says_nothing(
+def test_a_node_that_encrypts_refuses_a_put_without_an_owner(
     client: Client, put: Put, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = block_key(b"whose", put.__name__.encode())
@@ -74,7 +74,7 @@ def test_a_node_that_encrypts_refuses_a_put_that_says_nothing(
 
 
 @pytest.mark.parametrize("durability", list(Durability))
-def test_the_nodes_core_refuses_it_whatever_was_to_be_acknowledged(
+def test_the_nodes_core_refuses_it_for_every_durability(
     client: Client, durability: Durability, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.client.fabric_transport._refuse_domains", lambda *_: None)
@@ -90,8 +90,10 @@ def test_the_nodes_core_refuses_it_whatever_was_to_be_acknowledged(
     assert client.statistics().puts_failed == failed + 1
 
 
-def test_a_client_that_knows_no_domains_is_refused_and_not_shared(node: NodeProcess, client: Client) -> None:
-    """What an earlier build sends: a name of three fields."""
+def test_a_client_that_knows_no_domains_is_refused_and_its_blocks_are_not_shared(
+    node: NodeProcess, client: Client
+) -> None:
+    """As an earlier build sends it: a name of three fields."""
     key = block_key(b"of an earlier build")
     name = pb.BlockName(key=key, fingerprint=client.fingerprint, length=4)
     with grpc.insecure_channel(node.target) as channel:
@@ -108,7 +110,7 @@ def test_a_client_that_knows_no_domains_is_refused_and_not_shared(node: NodeProc
     assert client.get_inline(key, 4) == b"KV! "
 
 
-def test_of_a_stream_only_blocks_without_a_domain_are_refused(client: Client) -> None:
+def test_only_blocks_of_a_stream_without_a_domain_are_refused(client: Client) -> None:
     keys = [block_key(b"stream", bytes([number])) for number in range(3)]
     results = client.put_many_inline([(key, payload(key)) for key in keys])
     assert [type(one.error) for one in results] == [DomainRequired] * 3
@@ -116,7 +118,7 @@ def test_of_a_stream_only_blocks_without_a_domain_are_refused(client: Client) ->
 
 
 @pytest.mark.parametrize("put", PUTS)
-def test_a_node_that_does_not_encrypt_asks_nobody(plain_node: NodeProcess, put: Put) -> None:
+def test_a_node_without_encryption_requires_no_owner(plain_node: NodeProcess, put: Put) -> None:
     with Client(plain_node.target, slots=4, block_bytes_max=1 << 20) as client:
         for domain in (UNSAID, SHARED):
             key = block_key(b"plain", put.__name__.encode(), domain)
@@ -125,7 +127,7 @@ def test_a_node_that_does_not_encrypt_asks_nobody(plain_node: NodeProcess, put: 
 
 
 @pytest.mark.parametrize("put", PUTS)
-def test_the_client_says_once_whose_all_its_puts_are(node: NodeProcess, put: Put) -> None:
+def test_the_client_states_once_who_owns_all_its_puts(node: NodeProcess, put: Put) -> None:
     plain = block_key(b"default", put.__name__.encode())
     own = in_domain(plain, ADA)
     with Client(Reach.of({"node": node.target, "user": "ada"}), slots=4, block_bytes_max=1 << 20) as client:
@@ -143,7 +145,7 @@ def test_the_client_says_once_whose_all_its_puts_are(node: NodeProcess, put: Put
         assert got(client, plain) == payload(plain)
 
 
-def test_a_cluster_client_and_a_shared_client_say_it_too(node: NodeProcess) -> None:
+def test_cluster_and_shared_clients_state_it_too(node: NodeProcess) -> None:
     plain = block_key(b"of a cluster")
     own = in_domain(plain, ADA)
     with ClusterClient([node.target], user="ada") as cluster:
@@ -160,7 +162,7 @@ def test_a_cluster_client_and_a_shared_client_say_it_too(node: NodeProcess) -> N
             put_inline(client, in_domain(plain, ADA), UNSAID)
 
 
-def test_a_sessions_blocks_are_its_users(client: Client) -> None:
+def test_a_sessions_blocks_belong_to_its_user(client: Client) -> None:
     key = in_domain(block_key(b"said in the session"), ADA)
     chat = client.session("ada", "of its user")
     with allocate(SIZE) as memory, client.register(memory) as region, FlagWords.create(1) as flags:
@@ -180,7 +182,7 @@ def test_a_sessions_blocks_are_its_users(client: Client) -> None:
     assert got(client, key) is MissReason.ERASED
 
 
-def test_settings_say_one_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_name_either_a_user_or_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIGGERKV_NODE", "127.0.0.1:7070")
     assert Reach.of().domain == UNSAID
     assert Reach.of({"user": "ada"}).domain == ADA
@@ -212,7 +214,7 @@ def test_the_command_puts_a_users_block_or_a_shared_one(
     assert client.get_inline(block_key(b"page"), 12) == b"KV of a page"
 
 
-def test_names_and_domains_that_are_none_are_typed_errors() -> None:
+def test_invalid_names_and_domains_are_typed_errors() -> None:
     key = block_key(b"1")
     for domain, why in ((bytes(16), "zeros"), (b"ada", "16 bytes, not 3"), ("ada", "not str")):
         with pytest.raises(InvalidArgument, match=why):
@@ -227,8 +229,8 @@ def test_names_and_domains_that_are_none_are_typed_errors() -> None:
     assert in_domain(key, UNSAID) == in_domain(key, SHARED) == key
 
 
-def test_a_user_who_can_be_named_can_be_erased() -> None:
-    """The bound is one: what `erase_user` refuses no put can name."""
+def test_a_user_that_can_be_named_can_be_erased() -> None:
+    """One bound for both: no put can name a user that `erase_user` refuses."""
     assert len(domain_of("u" * 128)) == 16
     for name in ("", "u" * 129, "\u00e9" * 65):
         with pytest.raises(InvalidArgument, match="1 to 128 bytes"):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_deletion_waits_for_a_node_that_is_absent_until_it_is_back_or_forgotten(tmp_path: Path) -> None:
+def test_a_deletion_waits_for_an_absent_node_until_it_is_back_or_forgotten(tmp_path: Path) -> None:
     with ExitStack() as stack:
         world = World(tmp_path, stack, 3, call_timeout_ms=1_000)
         keys = world.put()
@@ -63,8 +63,8 @@ def test_a_deletion_waits_for_a_node_that_is_absent_until_it_is_back_or_forgotte
         assert absent.target not in {one.node for one in told(node).members}
 
 
-def test_a_removal_is_not_done_when_the_only_node_that_was_asked_has_no_map_yet(tmp_path: Path) -> None:
-    """A node that starts while etcd is away knows no other one; what it removes is on the others."""
+def test_a_removal_is_not_complete_if_the_only_node_called_has_no_map_yet(tmp_path: Path) -> None:
+    """A node that starts while etcd is away knows no other; the blocks to remove are on the others."""
     with ExitStack() as stack:
         world = World(tmp_path, stack, 2)
         keys, (first, other) = world.put(), world.nodes
@@ -83,7 +83,7 @@ def test_a_removal_is_not_done_when_the_only_node_that_was_asked_has_no_map_yet(
         assert not any(has for node in world.nodes for has in world.there(node, keys))
 
 
-def test_a_command_that_names_one_node_deletes_on_all_and_finds_what_another_has(tmp_path: Path) -> None:
+def test_a_command_that_names_one_node_deletes_on_all_and_finds_blocks_of_others(tmp_path: Path) -> None:
     with ExitStack() as stack:
         world = World(tmp_path, stack, 3)
         keys = world.put(6)
@@ -105,7 +105,7 @@ def blocks(*arguments: str, text: bool = True) -> subprocess.CompletedProcess[An
     return subprocess.run(command, check=False, capture_output=True, text=text, timeout=60)
 
 
-def test_a_process_in_the_place_of_an_absent_node_answers_for_itself_only(
+def test_a_process_in_the_place_of_an_absent_node_answers_only_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as stack:

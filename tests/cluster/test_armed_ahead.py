@@ -126,7 +126,7 @@ def test_puts_that_wait_for_their_flag_follow_the_map(world: World, replicas: in
         assert world.there(client, node) == world.owned(client, node)
 
 
-def test_puts_go_back_with_a_node_that_comes_back(world: World) -> None:
+def test_puts_return_to_a_node_that_comes_back(world: World) -> None:
     client = world.client(2)
     puts = world.armed(client)
     before = armed_at(puts)
@@ -140,7 +140,7 @@ def test_puts_go_back_with_a_node_that_comes_back(world: World) -> None:
     assert sum(len(world.there(client, node)) for node in world.nodes) == 2 * COUNT
 
 
-def test_what_waits_for_an_owner_ends_by_its_deadline(world: World) -> None:
+def test_a_put_that_waits_for_an_owner_ends_by_its_deadline(world: World) -> None:
     client = world.client(2)
     puts = world.armed(client, lease_ms=2_000)
     world.set_map(world.nodes[1], world.nodes[2])
@@ -158,7 +158,7 @@ def test_what_waits_for_an_owner_ends_by_its_deadline(world: World) -> None:
     assert not any(world.there(client, node) for node in world.nodes), "what was told as failed stays so"
 
 
-def test_cancelled_and_abandoned_puts_follow_nothing(world: World) -> None:
+def test_cancelled_and_abandoned_puts_do_not_follow_the_map(world: World) -> None:
     client = world.client(2)
     first, second = world.armed(client), world.armed(client)
     world.set_map(world.nodes[1], world.nodes[2])
@@ -176,7 +176,7 @@ def test_cancelled_and_abandoned_puts_follow_nothing(world: World) -> None:
     assert not any(world.there(client, node) for node in world.nodes)
 
 
-def test_memory_that_was_closed_is_not_registered_again(world: World) -> None:
+def test_closed_memory_is_not_registered_again(world: World) -> None:
     client = world.client(1)
     memory = world.memory(client)
     memory.close()
@@ -185,7 +185,7 @@ def test_memory_that_was_closed_is_not_registered_again(world: World) -> None:
 
 
 def test_a_put_whose_node_restarts_is_armed_there_again(world: World) -> None:
-    """Its owner is the same all the time; the flag is stored while the node is away."""
+    """Its owner stays the same; the flag is stored while the node is away."""
     client = world.client(1)
     puts = world.armed(client)
     owned = world.owned(client, world.nodes[0])
@@ -198,7 +198,7 @@ def test_a_put_whose_node_restarts_is_armed_there_again(world: World) -> None:
     assert world.there(client, world.nodes[0]) == owned
 
 
-def test_where_one_copy_is_enough_nobody_waits_for_the_node_of_the_other(world: World) -> None:
+def test_with_acks_any_no_put_waits_for_the_other_owner(world: World) -> None:
     client = world.client(2, acks="any")
     puts, same = world.armed(client), world.armed(client)
     world.nodes[0].kill()
@@ -221,7 +221,7 @@ def test_where_one_copy_is_enough_nobody_waits_for_the_node_of_the_other(world: 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_an_owner_is_killed_before_its_flag_or_drained(tmp_path: Path, replicas: int) -> None:
-    """Three batches: a flag is stored when a node was killed, one when it is off the map, one after a drain."""
+    """Three batches: flags are stored when a node was killed, when it is off the map, and after a drain."""
     source = bytearray(secrets.token_bytes(3 * COUNT * BYTES))
     keys = [block_key(b"ahead", number.to_bytes(4)) for number in range(3 * COUNT)]
     parts = [slice(at * COUNT, (at + 1) * COUNT) for at in range(3)]
@@ -261,7 +261,7 @@ def test_an_owner_is_killed_before_its_flag_or_drained(tmp_path: Path, replicas:
         assert target == source
 
 
-def test_with_asyncio_it_is_the_same(world: World) -> None:
+def test_asyncio_behaves_the_same(world: World) -> None:
     async def work() -> None:
         targets = [node.target for node in world.nodes]
         async with AsyncClusterClient(targets, replicas=2, slots=16, block_bytes_max=1 << 20) as client:

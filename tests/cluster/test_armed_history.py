@@ -329,7 +329,7 @@ def stored(world: World, caller: Caller) -> int:
 
 
 @pytest.mark.parametrize(("replicas", "copies"), [(1, 1), (2, 2), (2, 1)])
-def test_whatever_happens_each_put_is_told_once_and_never_what_is_not_so(
+def test_each_put_is_reported_exactly_once_and_correctly_whatever_happens(
     replicas: int, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = 0
@@ -362,7 +362,7 @@ def land(world: World, *nodes: str) -> None:
                 row.fired = row.landed = True
 
 
-def test_what_landed_as_the_caller_knows_is_not_put_again(world: World) -> None:
+def test_a_put_reported_as_landed_is_not_put_again(world: World) -> None:
     places = begun(world)
     land(world, *NODES)
     assert places.have_landed()
@@ -378,7 +378,7 @@ def test_what_landed_as_the_caller_knows_is_not_put_again(world: World) -> None:
     assert {type(one.error) for one in results} == {NodeUnavailable}
 
 
-def test_what_landed_and_nobody_was_told_of_is_put_again(world: World) -> None:
+def test_a_put_that_landed_unreported_is_put_again(world: World) -> None:
     places = begun(world)
     land(world, *NODES)
     for node in NODES:
@@ -389,7 +389,7 @@ def test_what_landed_and_nobody_was_told_of_is_put_again(world: World) -> None:
     assert sum(len(batch.rows) for batch in world.live()) == 2 * len(KEYS)
 
 
-def test_what_no_node_takes_ends_by_its_deadline(world: World) -> None:
+def test_a_put_that_no_node_accepts_ends_by_its_deadline(world: World) -> None:
     places = begun(world)
     for node in NODES:
         world.kill(node)
@@ -404,7 +404,7 @@ def test_what_no_node_takes_ends_by_its_deadline(world: World) -> None:
     assert "did not reach" in str(unfired[0].error)
 
 
-def test_what_was_stored_too_late_says_why_no_node_took_it(world: World) -> None:
+def test_a_late_put_says_why_no_node_accepted_it(world: World) -> None:
     places = begun(world)
     for node in NODES:
         world.kill(node)
@@ -415,8 +415,8 @@ def test_what_was_stored_too_late_says_why_no_node_took_it(world: World) -> None
 
 
 @pytest.mark.parametrize("world", [1], indirect=True)
-def test_what_may_still_succeed_is_not_told_as_failed(world: World) -> None:
-    """One copy is enough: it has landed when the node of the other dies."""
+def test_a_put_that_may_still_succeed_is_not_reported_as_failed(world: World) -> None:
+    """One copy is enough: it has landed when the other owner dies."""
     places = begun(world)
     land(world, *NODES[1:])
     world.kill(NODES[0])
@@ -445,8 +445,8 @@ def is_under_way(world: World, places: PutPlaces) -> bool:
 
 
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_nothing_is_told_as_ended_while_a_put_is_being_armed(world: World) -> None:
-    """Else it could be sent when the caller has overwritten its source."""
+def test_no_put_is_reported_as_ended_while_it_is_being_armed(world: World) -> None:
+    """Otherwise it could be sent after the caller has overwritten its source."""
     places = begun(world)
     world.set_members(set(NODES[1:]))
     world.is_slow = True

@@ -82,7 +82,7 @@ async def longest_pause_s(work: Coroutine[Any, Any, Any]) -> tuple[Any, float, f
     return doing.result(), longest_s, longest_of_thread_s
 
 
-def test_blocks_are_put_twice_got_pinned_and_deleted(nodes: list[NodeProcess]) -> None:
+def test_blocks_are_put_to_two_nodes_fetched_pinned_and_deleted(nodes: list[NodeProcess]) -> None:
     keys, source = new_keys(), bytearray(secrets.token_bytes(COUNT * BYTES))
 
     async def work() -> None:
@@ -125,7 +125,7 @@ def test_blocks_are_put_twice_got_pinned_and_deleted(nodes: list[NodeProcess]) -
     run(work())
 
 
-def test_a_node_that_hangs_leaves_the_loop_free(nodes: list[NodeProcess]) -> None:
+def test_a_hanging_node_leaves_the_event_loop_free(nodes: list[NodeProcess]) -> None:
     keys = new_keys()
 
     async def work() -> None:
@@ -152,7 +152,7 @@ def has_gets(client: AsyncClusterClient, node: NodeProcess) -> bool:
 
 
 def test_memory_of_a_cancelled_get_is_free_when_the_await_ends(nodes: list[NodeProcess]) -> None:
-    """Also that of blocks on a node that hangs, and goes on afterwards."""
+    """Also that of blocks on a node that hangs, and continues afterwards."""
     keys, source = new_keys(), bytearray(secrets.token_bytes(COUNT * BYTES))
 
     async def work() -> None:
@@ -241,8 +241,8 @@ def test_a_cancelled_pin_is_released_and_cancelled_memory_deregistered(nodes: li
     run(work())
 
 
-def test_what_a_cancelled_call_made_is_undone_before_the_cancellation_arrives() -> None:
-    """Also if it is cancelled once more meanwhile; a call that failed has made nothing."""
+def test_effects_of_a_cancelled_call_are_undone_before_the_cancellation_arrives() -> None:
+    """Also if it is cancelled once more meanwhile; a call that failed has had no effect."""
     undone: list[str] = []
 
     def undo(made: str) -> None:
@@ -273,7 +273,7 @@ def test_what_a_cancelled_call_made_is_undone_before_the_cancellation_arrives() 
     run(work())
 
 
-def test_cancelled_waits_leave_puts_that_can_be_abandoned(nodes: list[NodeProcess]) -> None:
+def test_puts_can_be_abandoned_after_a_cancelled_wait(nodes: list[NodeProcess]) -> None:
     keys, source = new_keys(), bytearray(COUNT * BYTES)
 
     async def work() -> None:
@@ -314,7 +314,7 @@ def test_a_cancelled_close_has_closed(nodes: list[NodeProcess]) -> None:
     run(work())
 
 
-def test_a_cluster_that_is_away_is_the_clients_own_error() -> None:
+def test_an_absent_cluster_is_the_clients_own_error() -> None:
     async def work() -> None:
         async with AsyncClusterClient(["127.0.0.1:1"], connect_timeout_ms=100, call_timeout_ms=300) as client:
             (missed,) = await client.exists([block_key(b"none")])

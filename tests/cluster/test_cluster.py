@@ -88,7 +88,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(tmp_path, stack)
 
 
-def test_users_of_a_node_that_was_killed_go_to_the_others_and_come_back_with_it(cluster: Cluster) -> None:
+def test_users_of_a_killed_node_move_to_the_others_and_return_with_it(cluster: Cluster) -> None:
     cluster.fill()
     assert cluster.hits() == set(USERS)
     before = cluster.homes()
@@ -114,7 +114,7 @@ def test_users_of_a_node_that_was_killed_go_to_the_others_and_come_back_with_it(
     wait_until(lambda: cluster.hits() == set(USERS), "what it had is there again", WAIT_S)
 
 
-def test_a_node_that_joins_takes_its_part_and_one_that_stops_leaves_at_once(cluster: Cluster) -> None:
+def test_a_joining_node_takes_its_share_and_a_stopping_one_leaves_at_once(cluster: Cluster) -> None:
     before = cluster.homes()
     fourth = cluster.add(cluster.folder / "node3")
     cluster.settled(cluster.nodes)
@@ -128,7 +128,7 @@ def test_a_node_that_joins_takes_its_part_and_one_that_stops_leaves_at_once(clus
     assert cluster.homes() == before
 
 
-def test_without_etcd_all_goes_on_by_the_map_that_there_is(cluster: Cluster) -> None:
+def test_without_etcd_everything_continues_with_the_current_map(cluster: Cluster) -> None:
     cluster.fill()
     (member,) = cluster.etcd.members
     member.kill()
@@ -147,8 +147,10 @@ def test_without_etcd_all_goes_on_by_the_map_that_there_is(cluster: Cluster) -> 
     assert cluster.hits() == set(USERS)
 
 
-def test_a_client_follows_on_though_the_node_that_told_it_has_gone_or_hangs(cluster: Cluster) -> None:
-    """It was told of one node only; the map tells it of others."""
+def test_a_client_keeps_following_when_the_node_it_learned_the_map_from_hangs_or_dies(
+    cluster: Cluster,
+) -> None:
+    """It was given one node only; the map lists the others."""
     assert len(cluster.client.map.members) == 3
     told_by, others = cluster.nodes[0], cluster.nodes[1:]
     os.kill(told_by.pid, signal.SIGSTOP)
@@ -161,7 +163,7 @@ def test_a_client_follows_on_though_the_node_that_told_it_has_gone_or_hangs(clus
     cluster.settled([*others, fourth, told_by], 40)
 
 
-def test_of_two_processes_with_one_folders_name_the_later_is_the_member(cluster: Cluster) -> None:
+def test_of_two_processes_with_the_same_folder_the_later_is_the_member(cluster: Cluster) -> None:
     original = cluster.nodes[2]
     original.stop()
     copy = cluster.folder / "copy"
@@ -189,7 +191,7 @@ def test_the_command_shows_the_nodes_and_their_shares(cluster: Cluster) -> None:
     assert sum(float(row.split()[3].rstrip("%")) for row in rows) == pytest.approx(100, abs=0.3)
 
 
-def test_a_node_s_zone_is_on_everybody_s_map(cluster: Cluster) -> None:
+def test_a_nodes_zone_is_in_every_map(cluster: Cluster) -> None:
     other = cluster.add(cluster.folder / "node3", "--cluster-zone", "rack 2")
     cluster.settled(cluster.nodes)
     zones = {one.node: one.zone for one in cluster.client.map.members}
@@ -239,7 +241,7 @@ def test_a_request_is_explained_by_all_nodes(cluster: Cluster) -> None:
     assert f"{targets[0]}:\n" in done.stdout
 
 
-def test_a_node_by_itself_is_in_no_cluster(tmp_path: Path) -> None:
+def test_a_single_node_is_in_no_cluster(tmp_path: Path) -> None:
     with small_node(tmp_path / "node") as node, Nodes([node.target]) as nodes:
         assert [one.node for one in nodes.map.members] == [node.target]
         assert nodes.map.revision == 0
@@ -255,7 +257,7 @@ def command(node: NodeProcess, *words: str) -> subprocess.CompletedProcess[str]:
     return run_here("cluster", *(words or ("status",)), "--node", node.target)
 
 
-def test_a_client_that_does_not_place_by_lots_gets_members_that_can_not_be_reached(cluster: Cluster) -> None:
+def test_a_client_without_support_for_lots_gets_unreachable_members(cluster: Cluster) -> None:
     with grpc.insecure_channel(cluster.nodes[0].target) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
         for knows, nodes in (
@@ -268,8 +270,8 @@ def test_a_client_that_does_not_place_by_lots_gets_members_that_can_not_be_reach
 
 
 @pytest.mark.parametrize("backup", [False, True], ids=["lost", "restored"])
-def test_when_etcd_has_lost_data_the_maps_go_on(cluster: Cluster, *, backup: bool) -> None:
-    """A node that dies afterwards leaves the nodes' maps and the clients'; nobody is started anew."""
+def test_maps_continue_after_etcd_has_lost_data(cluster: Cluster, *, backup: bool) -> None:
+    """A node that dies afterwards leaves the maps of nodes and clients; nothing is restarted."""
     cluster.fill()
     (member,) = cluster.etcd.members
     data = member.folder / member.name
@@ -297,7 +299,7 @@ def test_when_etcd_has_lost_data_the_maps_go_on(cluster: Cluster, *, backup: boo
     cluster.settled([*cluster.nodes[:2], fourth])
 
 
-def test_an_engine_that_names_one_node_uses_the_whole_cluster(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_engine_given_one_node_uses_the_whole_cluster(cluster: Cluster, tmp_path: Path) -> None:
     def opened(node: NodeProcess) -> Client | ClusterClient:
         return open_store(EngineSettings.of({"nodes": [node.target]}, where="a test"), b"layout")
 

@@ -109,7 +109,7 @@ def counts(world: World, client: ClusterClient) -> dict[str, int]:
     }
 
 
-def test_blocks_are_spread_and_each_is_found_where_it_was_put(world: World) -> None:
+def test_blocks_are_spread_and_found_where_they_were_put(world: World) -> None:
     client = world.client()
     world.put(client)
     assert hits(world.got(client)) == COUNT
@@ -125,7 +125,7 @@ def test_blocks_are_spread_and_each_is_found_where_it_was_put(world: World) -> N
     assert hits(world.got(other)) == COUNT - 3
 
 
-def test_inside_grpc_they_are_spread_as_well(world: World) -> None:
+def test_grpc_blocks_are_spread_too(world: World) -> None:
     client = world.client(replicas=2)
     pages = [(key, bytes(world.source[at * 64 : at * 64 + 64])) for at, key in enumerate(world.keys)]
     assert {one.error for one in client.put_many_inline(pages)} == {None}
@@ -160,7 +160,7 @@ def test_one_flag_fires_the_puts_to_both_owners(world: World) -> None:
     assert all(0 < one.fired_ns <= one.landed_ns <= one.durable_ns for one in results)
 
 
-def test_where_one_node_can_take_no_part_nothing_is_armed_at_the_others(world: World) -> None:
+def test_if_one_node_refuses_nothing_is_armed_at_the_others(world: World) -> None:
     client = world.client(replicas=2)
     with client.register(world.source) as memory, FlagWords.create(1) as flags:
         client.arm(world.blocks(memory, threshold=9), flags[0]).abandon()
@@ -199,7 +199,7 @@ def test_blocks_put_while_an_owner_was_off_the_map_are_found_without_the_other(
     assert hits(world.got(client)) == COUNT
 
 
-def test_a_map_that_changes_during_a_call_reaches_no_caller(
+def test_a_map_change_during_a_call_does_not_reach_the_caller(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call is split by the map with all nodes; one of them is on no later map."""
@@ -257,7 +257,7 @@ def test_blocks_that_a_joining_node_takes_over_are_found_at_their_old_owner(
 
 
 @pytest.mark.parametrize("way", ["fabric", "grpc"])
-def test_a_block_got_from_the_second_owner_is_put_back_to_the_first(
+def test_a_block_fetched_from_the_second_owner_is_put_back_to_the_first(
     world: World, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = world.client(replicas=2)
@@ -318,7 +318,7 @@ def test_a_block_deleted_after_it_was_read_is_not_put_back(
     assert client.nodes.at(first).get_inline(theirs[1], 8) == b"put anew", "which is no copy"
 
 
-def test_no_more_is_held_to_be_put_back_than_may_be(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repairs_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.client.repairs.REPAIR_BYTES_MAX", 3 * BYTES)
     client = world.client(replicas=2)
     world.put(client)
@@ -334,7 +334,7 @@ def test_no_more_is_held_to_be_put_back_than_may_be(world: World, monkeypatch: p
     wait_until(lambda: client._repairs._held_bytes == 0, "they are let go", WAIT_S)
 
 
-def test_with_one_replica_only_the_lost_nodes_blocks_are_missed_and_say_why(world: World) -> None:
+def test_with_one_replica_only_the_lost_nodes_blocks_are_missed_with_the_reason(world: World) -> None:
     client = world.client()
     world.put(client)
     there = counts(world, client)
@@ -347,7 +347,7 @@ def test_with_one_replica_only_the_lost_nodes_blocks_are_missed_and_say_why(worl
     assert len(away) == there[lost.target]
 
 
-def test_a_node_that_hangs_costs_its_blocks_a_first_try_and_the_others_nothing(world: World) -> None:
+def test_a_hanging_node_costs_its_blocks_a_first_try_and_the_others_nothing(world: World) -> None:
     client = world.client(replicas=2)
     world.put(client)
     hangs = world.nodes[2]
@@ -373,7 +373,7 @@ def test_a_put_of_two_replicas_is_acknowledged_only_by_two(world: World) -> None
     assert hits(world.got(client)) == COUNT, "one copy of each is there all the same"
 
 
-def test_by_choice_one_of_two_is_enough(world: World) -> None:
+def test_with_acks_any_one_of_two_is_enough(world: World) -> None:
     client = world.client(replicas=2, acks="any", call_timeout_ms=1500)
     world.put(client)  # with both
     world.client(replicas=2).delete(world.keys)  # `client` may think that a busy node is down
@@ -388,8 +388,8 @@ def test_by_choice_one_of_two_is_enough(world: World) -> None:
         os.kill(hangs.pid, signal.SIGCONT)
 
 
-def test_where_one_owner_is_away_and_the_other_has_another_block_the_key_is_taken(world: World) -> None:
-    """Not that a node is away: whoever asks for any copy has one under that key."""
+def test_an_absent_owner_and_one_with_another_block_is_key_taken(world: World) -> None:
+    """Not an absent node: a get of any copy finds one under that key."""
     client = world.client(replicas=2, acks="any", call_timeout_ms=1500)
     key = block_key(secrets.token_bytes(8), b"taken")
     away, there = client.owners(key)
@@ -401,8 +401,10 @@ def test_where_one_owner_is_away_and_the_other_has_another_block_the_key_is_take
 
 
 @pytest.mark.parametrize("acks", ["all", "any"])
-def test_a_put_fails_if_an_owner_has_another_block_though_one_copy_is_enough(world: World, acks: str) -> None:
-    """Else a client that reads from that owner would get bytes that are older than an acknowledged put."""
+def test_a_put_fails_if_an_owner_has_another_block_even_if_one_copy_is_enough(
+    world: World, acks: str
+) -> None:
+    """Otherwise a client that reads from that owner would get older bytes than an acknowledged put."""
     client = world.client(replicas=2, acks=acks)
     for at in range(2):
         key = block_key(secrets.token_bytes(8), b"taken")
@@ -417,7 +419,7 @@ def test_a_put_fails_if_an_owner_has_another_block_though_one_copy_is_enough(wor
         assert isinstance(armed.error, KeyTaken)
 
 
-def test_where_one_node_is_left_two_copies_are_not_promised(tmp_path: Path) -> None:
+def test_with_one_node_left_two_copies_are_not_promised(tmp_path: Path) -> None:
     with (
         small_node(tmp_path / "node") as node,
         ClusterClient([node.target], replicas=2) as client,
@@ -430,7 +432,7 @@ def test_where_one_node_is_left_two_copies_are_not_promised(tmp_path: Path) -> N
         assert client.get_inline(block_key(b"one"), 9) == b"its bytes"
 
 
-def test_a_deletion_that_a_member_has_not_heard_of_is_not_acknowledged(world: World) -> None:
+def test_a_deletion_that_a_member_has_not_confirmed_is_not_acknowledged(world: World) -> None:
     client = world.client(replicas=2, call_timeout_ms=1500)
     world.put(client)
     world.kill(0)
@@ -454,8 +456,8 @@ def test_a_pin_holds_on_each_owner(world: World) -> None:
 
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
-def test_an_engines_blocks_are_there_though_a_node_is_lost(world: World, transport: str) -> None:
-    """What the adapters of SGLang, LMCache and vLLM's tier share."""
+def test_an_engines_blocks_survive_the_loss_of_a_node(world: World, transport: str) -> None:
+    """For the code that the adapters of SGLang, LMCache and vLLM's tier share."""
     reach = Reach(tuple(node.target for node in world.nodes), transport=transport, call_timeout_ms=1500)
     memory = np.frombuffer(world.source, dtype=np.uint8)
     came = np.zeros(len(memory), dtype=np.uint8)
@@ -477,8 +479,8 @@ def test_an_engines_blocks_are_there_though_a_node_is_lost(world: World, transpo
         assert all(carrier.put(more)), "on one node at least"
 
 
-def test_blocks_in_pieces_of_two_memories_are_there_though_a_node_is_lost(world: World) -> None:
-    """As an engine has them: a block's bytes lie in pages of several layers."""
+def test_blocks_in_pieces_of_two_memories_survive_the_loss_of_a_node(world: World) -> None:
+    """As an engine has them: a block's bytes are in pages of several layers."""
     half, row = BYTES // 2, struct.Struct("=IIQ")
     source = [bytearray(world.source[at * half : (at + COUNT) * half]) for at in (0, COUNT)]
     target = [bytearray(COUNT * half) for _ in source]
@@ -505,6 +507,6 @@ def test_blocks_in_pieces_of_two_memories_are_there_though_a_node_is_lost(world:
     assert target == source
 
 
-def test_more_replicas_than_can_be_kept_are_refused() -> None:
+def test_more_replicas_than_possible_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="replicas must be 1 to 2, not 3"):
         ClusterClient(["127.0.0.1:1"], replicas=3)

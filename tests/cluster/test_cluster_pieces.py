@@ -87,7 +87,7 @@ def world(three: list[NodeProcess]) -> Iterator[World]:
         yield World(three, stack)
 
 
-def test_a_part_of_a_block_comes_into_pieces_and_is_not_put_back_as_the_whole(world: World) -> None:
+def test_a_part_of_a_block_is_scattered_into_pieces_and_not_put_back_as_the_whole(world: World) -> None:
     world.put()
     first = world.client.nodes.at(world.client.owners(world.keys[5])[0])
     assert first.delete([world.keys[5]]) == [True]
@@ -126,8 +126,8 @@ def test_a_block_that_an_owner_lacks_is_put_back_from_its_pieces(
         assert there.get_inline(key, BYTES) == world.content(world.sources, world.keys.index(key))
 
 
-def test_each_node_goes_by_the_callers_request(world: World) -> None:
-    """For `kvstore explain`: the look-ups of a request are known by its id on every node that was asked."""
+def test_each_node_gets_the_callers_request_id(world: World) -> None:
+    """For `kvstore explain`: a request's look-ups are found by its id on every node called."""
     world.put()
     with as_request("cmpl-of-a-cluster"):
         assert world.got() == COUNT

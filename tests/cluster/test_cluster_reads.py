@@ -131,8 +131,8 @@ def at_random(dice: random.Random) -> Cluster:
     return cluster
 
 
-def test_a_zone_changes_which_copy_is_read_and_nothing_else() -> None:
-    """The same hits and the same misses as by the map, from the same nodes, in the same time."""
+def test_a_zone_changes_only_which_copy_is_read() -> None:
+    """The same hits and misses as by the map, from the same nodes, in the same time."""
     dice, turned = random.Random(1), 0
     for _ in range(WORLDS):
         cluster = at_random(dice)
@@ -156,7 +156,7 @@ def test_a_zone_changes_which_copy_is_read_and_nothing_else() -> None:
     assert turned > WORLDS
 
 
-def test_a_copy_in_the_clients_zone_is_read_and_otherwise_the_first_owners() -> None:
+def test_the_copy_in_the_clients_zone_is_read_or_else_the_first_owners() -> None:
     cluster = of_zones("rack 1", "rack 2", "rack 1", "rack 2", "rack 3")
     near = {one.node for one in cluster.map.members if one.zone == "rack 2"}
     assert cluster.get("rack 2") == KEYS
@@ -178,13 +178,13 @@ def test_without_a_zone_nodes_without_one_are_not_near() -> None:
     assert all(cluster.asked[at] == cluster.owners(key)[:1] for at, key in enumerate(KEYS))
 
 
-def test_in_a_cluster_of_one_zone_the_first_owner_is_asked_first() -> None:
+def test_in_a_cluster_of_one_zone_the_first_owner_is_read_first() -> None:
     cluster = of_zones("rack 1", "rack 1", "rack 1")
     assert cluster.get("rack 1") == KEYS
     assert all(cluster.asked[at] == cluster.owners(key)[:1] for at, key in enumerate(KEYS))
 
 
-def test_the_status_names_no_draining_node_as_one_that_is_read_first() -> None:
+def test_the_status_lists_no_draining_node_as_read_first() -> None:
     some = members(["rack 1", "rack 2", "rack 1"], draining=frozenset({1, 2}))
     now = Map.of(1, some)
     here = Reach(("10.0.0.1:1",), zone="rack 1")
@@ -193,7 +193,7 @@ def test_the_status_names_no_draining_node_as_one_that_is_read_first() -> None:
     assert _read_first(replace(here, zone=""), Map.of(1, members(["", ""]))) == []
 
 
-def test_the_next_owner_after_the_two_is_not_asked_before_them() -> None:
+def test_the_third_owner_is_not_read_before_the_first_two() -> None:
     """It has a copy only if the map has just changed, whatever its zone."""
     cluster = of_zones("rack 1", "rack 2", "rack 3")
     for zone in ZONES[1:]:
@@ -202,7 +202,7 @@ def test_the_next_owner_after_the_two_is_not_asked_before_them() -> None:
             assert set(cluster.asked[at]) <= set(cluster.owners(key)[:2])
 
 
-def test_a_draining_node_is_asked_last_though_it_is_the_nearest() -> None:
+def test_a_draining_node_is_read_last_even_if_it_is_the_nearest() -> None:
     cluster = of_zones("rack 1", "rack 2")
     away = cluster.map.members[0]
     cluster.map = Map.of(2, [replace(away, state=DRAINING), cluster.map.members[1]])
@@ -214,7 +214,7 @@ def test_a_draining_node_is_asked_last_though_it_is_the_nearest() -> None:
     assert all(some[-1] == away.node for some in cluster.asked.values())
 
 
-def test_a_nearest_node_that_hangs_leaves_time_for_the_other() -> None:
+def test_a_hanging_nearest_node_leaves_time_for_the_other() -> None:
     cluster = of_zones("rack 1", "rack 2")
     near = cluster.map.members[1].node
     cluster.nodes[near].hangs = True
@@ -226,8 +226,8 @@ def test_a_nearest_node_that_hangs_leaves_time_for_the_other() -> None:
     assert not cluster.put_back, "it may have its copies"
 
 
-def test_a_nearest_copy_that_is_missing_is_read_from_the_first_owner_and_put_back() -> None:
-    """It was deleted on that node alone, or has not been copied yet."""
+def test_a_missing_nearest_copy_is_read_from_the_first_owner_and_put_back() -> None:
+    """It was deleted on that node only, or has not been copied yet."""
     cluster = of_zones("rack 1", "rack 2")
     first, near = (one.node for one in cluster.map.members)
     theirs = [key for key in KEYS if cluster.owners(key)[0] == first]
@@ -237,7 +237,7 @@ def test_a_nearest_copy_that_is_missing_is_read_from_the_first_owner_and_put_bac
     assert cluster.put_back == {(near, key) for key in theirs}
 
 
-def test_a_miss_is_the_first_owners_though_it_is_asked_later() -> None:
+def test_a_miss_is_the_first_owners_even_if_it_is_read_later() -> None:
     cluster = of_zones("rack 1", "rack 2")
     first, near = (one.node for one in cluster.map.members)
     for key in KEYS:
@@ -248,7 +248,7 @@ def test_a_miss_is_the_first_owners_though_it_is_asked_later() -> None:
 
 
 @pytest.mark.parametrize("lots", [LOTS, CLUSTER_LOTS])
-def test_the_parts_of_both_ranks_are_each_block_once(lots: int) -> None:
+def test_the_parts_of_both_ranks_contain_each_block_once(lots: int) -> None:
     now = Map.of(1, members(["rack 1", "rack 2", "rack 1"]), lots=lots)
     near = now.in_zone["rack 2"]
     parts = [by_owner(now, b"acme", KEYS, range(len(KEYS)), rank, near) for rank in range(2)]

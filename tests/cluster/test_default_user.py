@@ -71,7 +71,7 @@ def all_have_looked(world: World) -> None:
         wait_until(lambda node=node: has_looked(node, 0), "it has looked at all", WAIT_S)  # type: ignore[misc]
 
 
-def test_erased_they_are_gone_from_every_node_and_no_drive_that_returns_brings_them_back(
+def test_erased_blocks_are_removed_from_every_node_and_no_returning_drive_restores_them(
     world: World,
 ) -> None:
     keys = put(world)
@@ -112,8 +112,8 @@ def test_erased_they_are_gone_from_every_node_and_no_drive_that_returns_brings_t
     )
 
 
-def test_a_copy_that_does_not_say_whose_it_is_is_refused(world: World) -> None:
-    """As of a node that doesn't encrypt: it knows of nobody who asked for `shared`."""
+def test_a_copy_that_does_not_name_its_owner_is_refused(world: World) -> None:
+    """As from a node that doesn't encrypt: it doesn't know whether `shared` was requested."""
     sender, receiver = world.nodes[:2]
     other = Stranger(receiver, *world.leases()[sender.target])
     keys = [one_key(), one_key(), in_domain(one_key(), ADA)]
@@ -126,7 +126,7 @@ def test_a_copy_that_does_not_say_whose_it_is_is_refused(world: World) -> None:
     assert len(data(keys[0])) <= BYTES
 
 
-def test_a_node_that_does_not_encrypt_knows_of_nobody_who_asked() -> None:
+def test_a_node_without_encryption_does_not_know_the_owner() -> None:
     block = Block((bytes(16), one_key()), "", Entry(0, 0, 0, 0, 0, b""), (), is_sure=True)
     plain = cast("Any", SimpleNamespace(_node=SimpleNamespace(store=SimpleNamespace(keys=None))))
     keys = cast("Any", SimpleNamespace(_node=SimpleNamespace(store=SimpleNamespace(keys=object()))))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_node_that_was_drained_can_be_stopped_and_nothing_has_one_copy(tmp_path: Path) -> None:
+def test_a_drained_node_can_be_stopped_without_leaving_single_copies(tmp_path: Path) -> None:
     with ExitStack() as stack:
         world = World(tmp_path, stack, 3)
         keys, once = world.put(), world.put_one_copy(COUNT)
@@ -57,7 +57,7 @@ def test_a_node_that_was_drained_can_be_stopped_and_nothing_has_one_copy(tmp_pat
         assert world.on_two([*keys, *once, *more])
 
 
-def test_a_draining_node_is_asked_last_and_can_be_a_member_again(tmp_path: Path) -> None:
+def test_a_draining_node_is_read_last_and_can_become_a_member_again(tmp_path: Path) -> None:
     with ExitStack() as stack:
         world = World(tmp_path, stack, 3)
         drains = world.nodes[0]
@@ -75,7 +75,7 @@ def test_a_draining_node_is_asked_last_and_can_be_a_member_again(tmp_path: Path)
         wait_until(lambda: not world.client.nodes.map.draining, "it is one again", WAIT_S)
 
 
-def test_a_drain_after_which_too_few_would_stay_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_drain_that_would_leave_too_few_members_is_refused_at_once(tmp_path: Path) -> None:
     with ExitStack() as stack:
         world = World(tmp_path, stack, 3)
         first, second, third = world.nodes
@@ -118,7 +118,7 @@ def test_blocks_that_may_have_been_deleted_do_not_block_a_drain(tmp_path: Path) 
         assert "these are lost unless they are put again" in drained.stdout
 
 
-def test_a_node_off_the_map_can_not_be_made_a_member_again_by_a_call() -> None:
+def test_a_call_cannot_make_a_node_off_the_map_a_member_again() -> None:
     """It was drained, or forgotten."""
     membership: Any = SimpleNamespace(lease=0, outside="its folder's node was drained", state="")
     node: Any = SimpleNamespace(membership=membership, upkeep=SimpleNamespace(), counters=None)
@@ -138,7 +138,7 @@ def test_a_node_off_the_map_can_not_be_made_a_member_again_by_a_call() -> None:
     assert ended == ["The node is not on the map of its cluster: its folder's node was drained."] * 2
 
 
-def test_a_node_reports_counts_only_of_a_whole_scan_by_the_present_map() -> None:
+def test_a_node_reports_counts_only_of_a_full_scan_under_the_current_map() -> None:
     upkeep = Upkeep.__new__(Upkeep)
     membership: Any = SimpleNamespace(digest=0, away_ms=0, outside="")
     upkeep._membership, upkeep.replicas = membership, 2
@@ -178,7 +178,7 @@ def test_unknown_counts_are_shown_as_unknown() -> None:
     assert _as_numbers(unknown)["one_copy"] is None  # type: ignore[index]
 
 
-def test_a_node_has_drained_by_what_a_whole_scan_found() -> None:
+def test_a_node_has_drained_according_to_a_full_scan() -> None:
     upkeep = Upkeep.__new__(Upkeep)
     me = Member("a", "a:1", state=DRAINING)
     upkeep._membership = membership = SimpleNamespace(  # type: ignore[assignment]
@@ -193,7 +193,7 @@ def test_a_node_has_drained_by_what_a_whole_scan_found() -> None:
     assert not upkeep.has_drained, "the drain has been cancelled, and the map doesn't have it yet"
 
 
-def test_a_node_whose_drain_was_cancelled_is_an_ordinary_member_again_also_when_it_restarts() -> None:
+def test_a_node_whose_drain_was_cancelled_is_a_member_again_also_after_a_restart() -> None:
     async def one(seed: int) -> None:
         cluster = Simulated(seed)
         leases = asyncio.create_task(cluster.etcd.run())
@@ -224,7 +224,7 @@ def test_a_node_whose_drain_was_cancelled_is_an_ordinary_member_again_also_when_
         run(one(seed))
 
 
-def test_a_drain_that_etcd_did_not_confirm_is_written_when_it_is_tried_again() -> None:
+def test_a_drain_that_etcd_did_not_confirm_is_written_when_retried() -> None:
     async def one() -> None:
         cluster = Simulated(1)
         leases = asyncio.create_task(cluster.etcd.run())

@@ -67,7 +67,7 @@ def test_copies_are_in_the_erase_domain_of_their_block(tmp_path: Path) -> None:
         assert world.there(second, plain) == [True] * 4
 
 
-def test_an_erased_user_is_gone_from_all_nodes_and_no_copy_brings_them_back(world: World) -> None:
+def test_an_erased_user_is_removed_from_all_nodes_and_no_copy_restores_them(world: World) -> None:
     adas, graces = put(world, ADA), put(world, GRACE)
     home = world.client.nodes.of("ada")
     (mine, *_) = [
@@ -101,7 +101,7 @@ def test_an_erased_user_is_gone_from_all_nodes_and_no_copy_brings_them_back(worl
     assert anywhere(world, again) == 8
 
 
-def test_a_copy_that_comes_after_an_erasure_is_not_taken(world: World) -> None:
+def test_a_copy_that_arrives_after_an_erasure_is_refused(world: World) -> None:
     sender, receiver = world.nodes[:2]
     other = Stranger(receiver, *world.leases()[sender.target])
     plain = [one_key() for _ in range(2)]
@@ -115,7 +115,7 @@ def test_a_copy_that_comes_after_an_erasure_is_not_taken(world: World) -> None:
     assert taken == [False, True, True]
 
 
-def test_copies_are_refused_for_a_while_and_of_what_was_erased() -> None:
+def test_copies_into_erased_domains_are_refused_for_a_while() -> None:
     clock = Clock()
     erasures = Erasures(clock)
     erasures.note(b"acme", ADA)
@@ -184,7 +184,7 @@ def test_the_command_erases_on_every_node_and_prints_each_receipt(world: World) 
     assert anywhere(world, keys) == 0
 
 
-def test_a_tenant_is_erased_everywhere(world: World) -> None:
+def test_a_tenant_is_erased_on_every_node(world: World) -> None:
     keys = [*put(world, ADA, 8), *put(world, SHARED, 8)]
     with ClusterClient([world.nodes[0].target]) as client:
         assert sum(one.blocks for one in client.erase_tenant()) >= 2 * len(keys)

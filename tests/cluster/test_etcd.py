@@ -39,7 +39,7 @@ async def until(following: AsyncIterator[Listed], values: set[bytes]) -> Listed:
     raise AssertionError
 
 
-def test_a_record_is_listed_and_followed_and_ends_with_its_lease(etcd: RealEtcd) -> None:
+def test_a_record_is_listed_and_watched_and_ends_with_its_lease(etcd: RealEtcd) -> None:
     async def doing() -> None:
         ours, theirs = Etcd(EtcdReach(etcd.endpoints, "test")), Etcd(EtcdReach(etcd.endpoints, "test"))
         following = theirs.follow(FOLDER)
@@ -68,7 +68,7 @@ def test_a_record_is_listed_and_followed_and_ends_with_its_lease(etcd: RealEtcd)
     run(doing())
 
 
-def test_a_record_is_replaced_or_written_unless_another_is_there(etcd: RealEtcd) -> None:
+def test_a_record_is_replaced_or_written_unless_another_exists(etcd: RealEtcd) -> None:
     async def doing() -> None:
         ours = Etcd(EtcdReach(etcd.endpoints, "test"))
         lease = await ours.grant(30)
@@ -92,7 +92,7 @@ def test_a_record_is_replaced_or_written_unless_another_is_there(etcd: RealEtcd)
     run(doing())
 
 
-def test_a_list_is_whole_though_its_watch_has_died_unseen(
+def test_a_list_is_complete_even_if_its_watch_died_unnoticed(
     etcd: RealEtcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.cluster.etcd.ETCD_RELIST_MS", 300)
@@ -112,7 +112,7 @@ def test_a_list_is_whole_though_its_watch_has_died_unseen(
     run(doing())
 
 
-def test_where_no_etcd_answers_a_call_ends_in_its_time() -> None:
+def test_without_etcd_a_call_ends_at_its_timeout() -> None:
     async def doing() -> None:
         etcd = Etcd(EtcdReach(("127.0.0.1:1", "127.0.0.1:2"), "test"))
         began = time.monotonic()
@@ -131,8 +131,8 @@ def test_where_no_etcd_answers_a_call_ends_in_its_time() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_of_three_members_one_may_die_or_hang(tmp_path: Path, number: signal.Signals) -> None:
-    """The one that everything is asked of: the next call begins with another."""
+def test_one_of_three_members_may_die_or_hang(tmp_path: Path, number: signal.Signals) -> None:
+    """The one that serves all requests: the next call starts with another."""
 
     async def doing(three: RealEtcd) -> None:
         etcd = Etcd(EtcdReach(three.endpoints, "test"))

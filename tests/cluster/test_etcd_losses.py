@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_maps_go_on_after_etcd_has_lost_its_data(seed: int) -> None:
-    """A node that is lost afterwards leaves them, and one that was absent before still is."""
+def test_maps_continue_after_etcd_has_lost_its_data(seed: int) -> None:
+    """A node that is lost afterwards leaves them, and one that was absent before stays absent."""
 
     async def history() -> None:
         etcd, rng = FakeEtcd(), random.Random(seed)
@@ -51,8 +51,8 @@ def test_maps_go_on_after_etcd_has_lost_its_data(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_node_that_was_forgotten_after_a_loss_is_on_no_map(seed: int) -> None:
-    """Also if another node, which had no answer from etcd meanwhile, still has it as absent."""
+def test_a_node_forgotten_after_a_loss_is_on_no_map(seed: int) -> None:
+    """Also if another node, which had no answer from etcd meanwhile, still lists it as absent."""
 
     async def history() -> None:
         etcd, rng = FakeEtcd(), random.Random(seed)
@@ -81,8 +81,8 @@ def test_a_node_that_was_forgotten_after_a_loss_is_on_no_map(seed: int) -> None:
     run(history())
 
 
-def test_a_node_that_was_started_anew_remembers_what_its_etcd_had(tmp_path: Path) -> None:
-    """All nodes were: the maps of their clients go on."""
+def test_a_restarted_node_remembers_what_its_etcd_had(tmp_path: Path) -> None:
+    """All nodes were restarted: the maps of their clients continue."""
 
     async def history() -> None:
         etcd, rng, file = FakeEtcd(), random.Random(1), tmp_path / "cluster.json"
@@ -106,7 +106,7 @@ def test_a_node_that_was_started_anew_remembers_what_its_etcd_had(tmp_path: Path
     run(history())
 
 
-def test_a_folder_that_can_not_be_written_is_logged_and_the_node_goes_on(
+def test_an_unwritable_folder_is_logged_and_the_node_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def history() -> None:
@@ -118,7 +118,7 @@ def test_a_folder_that_can_not_be_written_is_logged_and_the_node_goes_on(
     assert "can't be written: No such file" in caplog.text
 
 
-def test_a_lower_revision_of_the_same_history_is_a_loss_and_so_is_an_offset_below_what_is_remembered() -> (
+def test_a_lower_revision_of_the_same_history_is_a_loss_and_so_is_an_offset_below_the_remembered_one() -> (
     None
 ):
     memory = EtcdMemory("test", chance=random.Random(1))
@@ -132,7 +132,7 @@ def test_a_lower_revision_of_the_same_history_is_a_loss_and_so_is_an_offset_belo
     assert (memory.losses, memory.revision > 10) == (1, True)
 
 
-def test_a_record_of_an_earlier_process_that_a_backup_brought_back_is_not_one_that_came_later() -> None:
+def test_a_record_of_an_earlier_process_restored_from_a_backup_is_not_a_later_one() -> None:
     async def history() -> None:
         etcd, rng, memory = FakeEtcd(), random.Random(1), EtcdMemory("test")
         leases = asyncio.create_task(etcd.run())

@@ -142,7 +142,7 @@ def test_a_possible_history_is_accepted(name: str) -> None:
     assert faults(GOOD[name]) == []
 
 
-def test_a_bad_call_is_found_among_ten_thousand_good_ones() -> None:
+def test_an_invalid_call_is_found_among_ten_thousand_valid_ones() -> None:
     dice = random.Random(1)
     history = []
     for number in range(2500):
@@ -158,8 +158,8 @@ def test_a_bad_call_is_found_among_ten_thousand_good_ones() -> None:
     assert len(faults(history)) == 1
 
 
-def test_a_session_of_many_clients_is_judged_in_its_time() -> None:
-    """Of a history that was made in some order each call is widened, so that many are side by side."""
+def test_a_session_of_many_clients_is_checked_in_time() -> None:
+    """Calls of a sequential history are widened so that many overlap."""
     dice = random.Random(2)
     state: list[str] = []
     calls = []

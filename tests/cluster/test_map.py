@@ -29,7 +29,7 @@ def homes(now: Map) -> list[Member | None]:
 
 
 @EVERY_LOTS
-def test_homes_are_the_same_in_whatever_order_and_from_whomever_the_members_came(lots: int) -> None:
+def test_homes_do_not_depend_on_the_order_or_source_of_the_members(lots: int) -> None:
     some = members(7)
     shuffled = random.Random(1).sample(some, len(some))
     assert homes(Map.of(3, some, lots=lots)) == homes(Map.of(9, shuffled, lots=lots))
@@ -52,13 +52,13 @@ def test_no_member_has_much_more_than_its_share(count: int, lots: int) -> None:
         assert max(has.values()) <= (1 + 4 * (count / lots / copies) ** 0.5) * lots * copies / count
 
 
-def test_of_a_thousand_nodes_none_has_a_fifth_more_than_the_mean() -> None:
-    """The spread is that of independent draws, as the test before this shows; here it is for 1,000 nodes."""
+def test_of_a_thousand_nodes_none_exceeds_the_mean_by_a_fifth() -> None:
+    """The spread is that of independent draws, as the previous test shows; this one has 1,000 nodes."""
     assert 1 + 4 * (1000 / CLUSTER_LOTS) ** 0.5 < 1.2
 
 
 @EVERY_LOTS
-def test_owners_never_change_from_one_version_to_another(lots: int) -> None:
+def test_owners_are_the_same_in_all_versions(lots: int) -> None:
     """Nodes and clients of all versions compute the same ones."""
     some = [replace(one, weight=at % 3 + 1, zone="ab"[at % 2]) for at, one in enumerate(members(9))]
     now = Map.of(1, some, lots=lots)
@@ -122,7 +122,7 @@ def test_two_copies_are_in_two_zones(zones: str, lots: int) -> None:
 
 @EVERY_LOTS
 @pytest.mark.parametrize("zones", ["aaa", "   "])
-def test_one_zone_is_none(zones: str, lots: int) -> None:
+def test_a_single_zone_counts_as_none(zones: str, lots: int) -> None:
     now, plain = Map.of(1, zoned(zones), lots=lots), Map.of(1, members(len(zones)), lots=lots)
     assert all(now.owners_of(lot) == plain.owners_of(lot) for lot in LOTS_SEEN)
 
@@ -145,19 +145,19 @@ def test_a_node_that_joins_a_zone_takes_copies_and_moves_none_between_others(zon
     assert taken / len(LOTS_SEEN) > 0
 
 
-def test_those_that_drain_are_no_zone_for_copies() -> None:
+def test_draining_members_are_no_zone_for_copies() -> None:
     some = zoned("aab")
     some[-1] = replace(some[-1], state=DRAINING)
     now = Map.of(1, some)
     assert all(now.members[now.owners_of(lot)[-1]].state == DRAINING for lot in LOTS_SEEN)
 
 
-def test_shares_go_by_weight() -> None:
+def test_shares_follow_weights() -> None:
     small, large = Member("a", "h:1", 10), Member("b", "h:2", 30)
     assert Map.of(1, [small, large]).shares() == pytest.approx([0.25, 0.75], abs=0.02)
 
 
-def test_a_record_comes_back_as_it_was_and_what_is_none_is_refused() -> None:
+def test_a_record_is_parsed_as_written_and_invalid_ones_are_refused() -> None:
     member = Member("7f0a", "[::1]:7070", 12, "0.1.0")
     assert Member.decoded(member.encoded()) == member
     zoned = Member("7f0a", "[::1]:7070", 12, "0.1.0", zone="rack 1")

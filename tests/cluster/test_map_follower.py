@@ -104,7 +104,7 @@ def homes(following: Following) -> list[str]:
     return [one.node for one in following.map.members]
 
 
-def test_the_map_is_that_of_the_node_that_tells_it(world: World) -> None:
+def test_the_map_is_that_of_the_node_that_reports_it(world: World) -> None:
     world.one.tell(told(7, "a:1", "b:1"))
     found = world.follow()
     assert homes(found) == ["a:1", "b:1"]
@@ -112,7 +112,7 @@ def test_the_map_is_that_of_the_node_that_tells_it(world: World) -> None:
     wait_until(lambda: homes(found) == ["b:1", "c:1"], "it follows", WAIT_S)
 
 
-def test_a_map_that_is_older_or_empty_or_no_map_is_not_taken(world: World) -> None:
+def test_an_older_empty_or_invalid_map_is_ignored(world: World) -> None:
     world.one.tell(told(7, "a:1", "b:1"))
     found = world.follow()
     assert found.map.revision == 7
@@ -126,7 +126,7 @@ def test_a_map_that_is_older_or_empty_or_no_map_is_not_taken(world: World) -> No
     assert found.revisions == [0, 7, 11, 12]
 
 
-def test_nodes_that_are_in_no_cluster_are_those_that_were_given(world: World) -> None:
+def test_nodes_in_no_cluster_are_the_configured_ones(world: World) -> None:
     world.one.tell(pb.MapResponse())
     found = world.follow()
     assert homes(found) == sorted((world.one.node, world.other.node))
@@ -135,14 +135,16 @@ def test_nodes_that_are_in_no_cluster_are_those_that_were_given(world: World) ->
     assert not found._thread.is_alive(), "there is nothing to follow"
 
 
-def test_without_an_answer_those_that_were_given_count_after_a_calls_time(world: World) -> None:
+def test_without_an_answer_the_configured_nodes_count_after_a_calls_timeout(world: World) -> None:
     found = world.follow(500)  # neither says anything
     assert homes(found) == sorted((world.one.node, world.other.node))
     world.other.tell(told(7, "a:1"))
     wait_until(lambda: homes(found) == ["a:1"], "the answer counts when it comes", WAIT_S)
 
 
-def test_a_node_that_falls_silent_is_left_for_the_next(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_falls_silent_is_replaced_by_the_next(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(map_follower, "WATCH_HEARTBEAT_MS", 200)
     world.one.tell(told(7, "a:1"))
     world.other.tell(told(9, "b:1"))
@@ -153,7 +155,7 @@ def test_a_node_that_falls_silent_is_left_for_the_next(world: World, monkeypatch
     wait_until(lambda: homes(found) == ["c:1"], "and the first again", WAIT_S)
 
 
-def test_the_number_of_lots_is_that_of_the_map_and_of_earlier_nodes_maps_8192(world: World) -> None:
+def test_the_number_of_lots_is_the_maps_and_8192_for_maps_of_earlier_nodes(world: World) -> None:
     world.one.tell(told(7, "a:1"))
     found = world.follow()
     assert found.map.lots == LOTS
@@ -170,7 +172,7 @@ def hanging(stack: ExitStack) -> str:
     return f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_addresses_that_hang_do_not_make_a_list_of_nodes_the_map() -> None:
+def test_hanging_addresses_do_not_turn_the_list_of_nodes_into_the_map() -> None:
     with ExitStack() as stack:
         last = Teller(stack, "127.0.0.9")  # asked last
         last.tell(told(7, "a:1", "b:1"))

@@ -198,7 +198,7 @@ def test_all_nodes_agree_on_the_map_soon_after_failures(tenth: int) -> None:
             raise
 
 
-def test_while_etcd_is_away_the_map_stays_and_for_how_long_is_told() -> None:
+def test_while_etcd_is_away_the_map_stays_and_the_duration_is_reported() -> None:
     async def history() -> None:
         etcd = FakeEtcd()
         leases = asyncio.create_task(etcd.run())
@@ -223,7 +223,7 @@ def test_while_etcd_is_away_the_map_stays_and_for_how_long_is_told() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_returning_node_yields_to_the_copy_that_replaced_it(seed: int) -> None:
+def test_a_returning_node_yields_to_its_replacement(seed: int) -> None:
     async def history() -> None:
         etcd = FakeEtcd()
         leases = asyncio.create_task(etcd.run())
@@ -245,8 +245,8 @@ def test_a_returning_node_yields_to_the_copy_that_replaced_it(seed: int) -> None
     run(history())
 
 
-def test_an_older_list_is_not_taken() -> None:
-    """Nor one that etcd has lost something of."""
+def test_an_older_list_is_ignored() -> None:
+    """As is one from an etcd that has lost data."""
 
     async def history() -> None:
         etcd = FakeEtcd()
@@ -261,8 +261,8 @@ def test_an_older_list_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_members_whose_leases_end_all_at_once_are_not_missed_and_those_that_are_gone_are(seed: int) -> None:
-    """So it is when a member of etcd that led goes on after a stop."""
+def test_members_whose_leases_all_end_at_once_stay_and_those_that_left_do_not(seed: int) -> None:
+    """As when etcd's leader continues after a stop."""
 
     async def history() -> None:
         etcd = FakeEtcd()
@@ -335,7 +335,7 @@ def test_a_node_that_left_is_absent_until_it_is_back_or_forgotten_or_empty() -> 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_lease_outlives_an_etcd_that_is_silent_for_a_moment(seed: int) -> None:
+def test_a_lease_survives_a_short_silence_of_etcd(seed: int) -> None:
     async def history() -> None:
         etcd = FakeEtcd()
         leases = asyncio.create_task(etcd.run())
@@ -358,7 +358,7 @@ def test_a_lease_outlives_an_etcd_that_is_silent_for_a_moment(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_when_etcd_comes_back_no_member_is_missed_that_is_there(seed: int) -> None:
+def test_when_etcd_returns_no_running_member_is_missed(seed: int) -> None:
     """All leases have ended by then, and the members join one by one."""
 
     async def history() -> None:
@@ -396,7 +396,7 @@ EARLY = b"/triggerkv/test/nodes/"
 LOTS_KEY = EARLY + b"lots"
 
 
-def test_the_first_member_decides_into_how_many_lots_names_fall_and_all_others_follow() -> None:
+def test_the_first_member_sets_the_number_of_lots_and_all_others_follow() -> None:
     async def history() -> None:
         etcd = FakeEtcd()
         leases = asyncio.create_task(etcd.run())
@@ -416,7 +416,7 @@ def test_the_first_member_decides_into_how_many_lots_names_fall_and_all_others_f
     run(history())
 
 
-def test_a_cluster_that_earlier_versions_made_keeps_its_lots_and_its_records_places() -> None:
+def test_a_cluster_made_by_earlier_versions_keeps_its_lots_and_its_records_places() -> None:
     async def history() -> None:
         etcd = FakeEtcd()
         leases = asyncio.create_task(etcd.run())
@@ -443,7 +443,7 @@ def test_a_cluster_that_earlier_versions_made_keeps_its_lots_and_its_records_pla
 def test_a_node_of_an_earlier_version_is_no_member_of_a_cluster_with_other_lots(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """To deletions it is an absent node; to itself, the only other member is one that can't be reached."""
+    """To deletions it is an absent node; to itself, the only other member is unreachable."""
 
     async def history() -> None:
         etcd = FakeEtcd()
@@ -466,7 +466,7 @@ def test_a_node_of_an_earlier_version_is_no_member_of_a_cluster_with_other_lots(
     assert caplog.text.count("nodes/b is a node of a version that is too old") == 1
 
 
-def test_the_number_of_lots_is_written_again_if_etcd_has_lost_it() -> None:
+def test_the_number_of_lots_is_rewritten_if_etcd_has_lost_it() -> None:
     async def history() -> None:
         etcd = FakeEtcd()
         leases = asyncio.create_task(etcd.run())
@@ -485,7 +485,7 @@ def test_the_number_of_lots_is_written_again_if_etcd_has_lost_it() -> None:
 @pytest.mark.parametrize(
     "record", [b"nonsense", b"{}", lots_record(LOTS)[:-7] + b"1000}", b'{"lots":"8192"}']
 )
-def test_a_number_of_lots_that_can_not_be_read_is_never_guessed(record: bytes) -> None:
+def test_an_unreadable_number_of_lots_is_never_guessed(record: bytes) -> None:
     async def history() -> None:
         etcd = FakeEtcd()
         leases = asyncio.create_task(etcd.run())
@@ -501,7 +501,7 @@ def test_a_number_of_lots_that_can_not_be_read_is_never_guessed(record: bytes) -
     run(history())
 
 
-def test_a_node_that_was_drained_and_then_lost_is_not_waited_for_and_does_not_come_back() -> None:
+def test_a_node_drained_and_then_lost_is_not_awaited_and_does_not_return() -> None:
     async def history() -> None:
         etcd = FakeEtcd()
         leases = asyncio.create_task(etcd.run())
@@ -542,8 +542,8 @@ def test_a_record_that_a_node_was_drained_does_not_overtake_its_return() -> None
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_drain_that_etcd_has_not_confirmed_takes_no_effect(*, is_written: bool) -> None:
-    """Etcd writes the state and its answer is lost, or it does not even write it; then the node's lease ends."""
+def test_a_drain_that_etcd_has_not_confirmed_has_no_effect(*, is_written: bool) -> None:
+    """Etcd writes the state and its answer is lost, or it doesn't write it; then the node's lease ends."""
 
     async def history() -> None:
         etcd, rng = FakeEtcd(), random.Random(1)
@@ -571,7 +571,7 @@ def test_a_drain_that_etcd_has_not_confirmed_takes_no_effect(*, is_written: bool
     run(history())
 
 
-def test_members_with_another_number_of_copies_are_reported_by_each_once(
+def test_members_with_another_number_of_copies_are_reported_once_each(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def history() -> None:

@@ -124,7 +124,7 @@ def test_all_blocks_are_read_from_the_node_in_the_clients_zone(racks: World) -> 
     assert racks.sent()[NEAR] - after[NEAR] == first < COUNT, "without a zone the first owner is asked"
 
 
-def test_an_engine_states_its_zone_as_any_client(racks: World) -> None:
+def test_an_engine_sets_its_zone_like_any_client(racks: World) -> None:
     keys = racks.put()
     extra = {"node": racks.nodes[0].target, "replicas": 2, "zone": "rack-2"}
     before = racks.sent()
@@ -148,7 +148,7 @@ def test_blocks_that_the_nearest_node_lacks_are_read_elsewhere_and_put_back_to_i
 
 
 def test_a_deletion_ends_reads_of_the_nearest_copy_too(racks: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block that was read before it was deleted everywhere is not put back to the nearest node either."""
+    """A block read before it was deleted everywhere is not put back to the nearest node either."""
     keys = racks.put()
     client = racks.of_zone("rack-2")
     late, early, *_ = racks.put_far()
@@ -206,7 +206,7 @@ def test_a_nearest_node_that_hangs_or_dies_costs_a_first_try_and_no_block(racks:
         racks.settled(racks.client)
 
 
-def test_the_status_says_which_nodes_are_read_first(racks: World) -> None:
+def test_the_status_lists_the_nodes_that_are_read_first(racks: World) -> None:
     lines = command("rack-2", "cluster", "status")
     assert lines[-1] == f"zone rack-2, set for this client: copies on {racks.near.target} are read first"
     assert command("rack-9", "cluster", "status")[-1] == (

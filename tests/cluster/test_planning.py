@@ -20,7 +20,7 @@ STORED = {one.node: 100 * GIB for one in FOUR.members}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_node_that_is_drained_gives_all_that_it_has_and_the_others_share_it(replicas: int) -> None:
+def test_a_draining_node_hands_over_everything_and_the_others_share_it(replicas: int) -> None:
     node = "10.0.0.2:1"
     planned = Plan.of(FOUR, with_change(FOUR, node), STORED, replicas)
     assert planned.sends[node] == sum(planned.sends.values()) == pytest.approx(100 * GIB, rel=0.1)
@@ -30,7 +30,7 @@ def test_a_node_that_is_drained_gives_all_that_it_has_and_the_others_share_it(re
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_node_that_joins_receives_its_share_from_all_and_nothing_else_moves(replicas: int) -> None:
+def test_a_joining_node_receives_its_share_from_all_and_nothing_else_moves(replicas: int) -> None:
     planned = Plan.of(FOUR, with_change(FOUR, "10.0.0.9:1"), STORED, replicas)
     assert (
         planned.receives["10.0.0.9:1"] == sum(planned.receives.values()) == pytest.approx(80 * GIB, rel=0.1)
@@ -38,13 +38,13 @@ def test_a_node_that_joins_receives_its_share_from_all_and_nothing_else_moves(re
     assert all(10 * GIB < planned.sends[node] < 32 * GIB for node in STORED)
 
 
-def test_of_nothing_that_is_stored_nothing_moves() -> None:
+def test_without_blocks_nothing_moves() -> None:
     one = Map.of(1, [Member("a", "a:1")])
     assert Plan.of(one, with_change(one, "b:1"), {"a:1": 0}, 2).seconds == 0
     assert sum(Plan.of(one, with_change(one, "b:1"), {"a:1": GIB}, 2).receives.values()) == GIB
 
 
-def test_a_node_that_joins_in_a_zone_of_its_own_gets_a_copy_of_everything() -> None:
+def test_a_node_that_joins_in_its_own_zone_gets_a_copy_of_everything() -> None:
     planned = Plan.of(FOUR, with_change(FOUR, "10.0.0.9:1", "b"), STORED, 2)
     assert planned.receives["10.0.0.9:1"] == pytest.approx(200 * GIB, rel=0.01)
 
@@ -60,7 +60,7 @@ def test_blocks_of_a_draining_member_are_not_counted_twice() -> None:
     )
 
 
-def test_a_member_whose_bytes_are_unknown_counts_as_the_others_do() -> None:
+def test_a_member_whose_bytes_are_unknown_counts_like_the_others() -> None:
     known = dict(list(STORED.items())[1:])
     all_known, some = (Plan.of(FOUR, with_change(FOUR, "10.0.0.9:1"), one, 2) for one in (STORED, known))
     assert some == all_known

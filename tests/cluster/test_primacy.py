@@ -195,7 +195,7 @@ def test_one_node_orders_each_session_soon_after_failures(tenth: int) -> None:
     assert done > 10 * SEEDS / 10
 
 
-def test_a_node_that_hears_no_more_of_etcd_stops_ordering_before_another_begins() -> None:
+def test_a_node_that_loses_contact_with_etcd_stops_ordering_before_another_starts() -> None:
     async def history() -> None:
         etcd, rng = FakeEtcd(), random.Random(1)
         leases = asyncio.create_task(etcd.run())
@@ -227,7 +227,7 @@ def test_a_node_that_hears_no_more_of_etcd_stops_ordering_before_another_begins(
     run(history())
 
 
-def test_a_new_home_waits_until_the_old_one_must_have_heard() -> None:
+def test_a_new_home_waits_until_the_old_one_must_have_noticed() -> None:
     async def history() -> None:
         etcd, rng = FakeEtcd(), random.Random(1)
         nodes = [Node(etcd, rng, name, {}) for name in ("node1", "node2")]
@@ -248,7 +248,7 @@ def test_a_new_home_waits_until_the_old_one_must_have_heard() -> None:
     run(history())
 
 
-def test_a_node_that_is_started_again_goes_on_in_its_epoch_if_nobody_took_its_place() -> None:
+def test_a_restarted_node_continues_its_epoch_if_nobody_took_its_place() -> None:
     async def history() -> None:
         etcd, rng = FakeEtcd(), random.Random(1)
         leases = asyncio.create_task(etcd.run())
@@ -265,8 +265,8 @@ def test_a_node_that_is_started_again_goes_on_in_its_epoch_if_nobody_took_its_pl
     run(history())
 
 
-def test_a_node_that_was_cut_off_waits_as_one_that_has_just_come() -> None:
-    """Its lease is kept; another may have taken its place meanwhile, and may have left it again."""
+def test_a_node_that_was_cut_off_waits_like_a_new_one() -> None:
+    """Its lease survived; another may have taken its place meanwhile, and may have left it again."""
 
     async def history() -> None:
         etcd, rng = FakeEtcd(), random.Random(1)
@@ -292,7 +292,7 @@ def test_a_node_that_was_cut_off_waits_as_one_that_has_just_come() -> None:
 
 @pytest.mark.parametrize("was_restored", [False, True])
 def test_blocks_stored_before_etcd_lost_data_are_of_a_past_epoch(*, was_restored: bool) -> None:
-    """Another node ordered the user's sessions meanwhile, and etcd doesn't know it any more."""
+    """Another node ordered the user's sessions meanwhile, and etcd no longer knows it."""
 
     async def history() -> None:
         etcd, rng = FakeEtcd(), random.Random(1)
@@ -321,7 +321,7 @@ def test_blocks_stored_before_etcd_lost_data_are_of_a_past_epoch(*, was_restored
     run(history())
 
 
-def test_a_lot_without_a_record_is_not_taken_while_a_node_may_go_by_what_etcd_has_lost() -> None:
+def test_a_lot_without_a_record_is_not_taken_while_a_node_may_rely_on_data_that_etcd_lost() -> None:
     async def history() -> None:
         etcd, rng = FakeEtcd(), random.Random(1)
         leases = asyncio.create_task(etcd.run())

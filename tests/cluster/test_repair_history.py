@@ -320,7 +320,7 @@ async def history(seed: int, *, pauses: bool = False) -> World:
 @pytest.mark.timeout(120 + HISTORIES // 5)
 @pytest.mark.parametrize("tenth", range(10))
 @pytest.mark.parametrize("pauses", [False, True])
-def test_blocks_are_on_their_owners_and_deleted_ones_are_nowhere_after_failures(
+def test_after_failures_blocks_are_on_their_owners_and_deleted_ones_are_nowhere(
     tenth: int, *, pauses: bool
 ) -> None:
     async def one(seed: int) -> None:
@@ -357,7 +357,7 @@ def test_after_a_pause_of_etcd_blocks_with_one_copy_are_copied() -> None:
     run(one())
 
 
-def test_a_copy_that_failed_is_tried_again_soon_also_after_a_clean_scan() -> None:
+def test_a_failed_copy_is_soon_retried_also_after_a_clean_scan() -> None:
     async def one() -> None:
         world = World(1)
         leases = asyncio.create_task(world.etcd.run())
@@ -379,7 +379,7 @@ def test_a_copy_that_failed_is_tried_again_soon_also_after_a_clean_scan() -> Non
     run(one())
 
 
-def test_a_copy_that_is_no_longer_expected_is_not_counted_as_made_and_tried_again_soon() -> None:
+def test_a_copy_that_is_no_longer_expected_is_not_counted_as_made_and_soon_retried() -> None:
     async def one() -> None:
         world = World(1)
         leases = asyncio.create_task(world.etcd.run())
@@ -410,7 +410,7 @@ def test_a_copy_that_is_no_longer_expected_is_not_counted_as_made_and_tried_agai
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_when_all_nodes_report_that_no_block_has_one_copy_any_node_may_be_lost(seed: int) -> None:
+def test_when_all_nodes_report_no_single_copies_any_node_may_be_lost(seed: int) -> None:
     """One of three is lost, and an empty node joins before, while or after the others have made copies for it."""
 
     async def one() -> None:

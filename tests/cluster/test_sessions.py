@@ -57,7 +57,7 @@ def home(cluster: Cluster, user: str) -> NodeProcess:
     return next(node for node in cluster.nodes if node.target == cluster.client.home(user))
 
 
-def test_a_home_that_hangs_and_is_back_gives_nothing_of_what_it_had(cluster: Cluster) -> None:
+def test_a_home_that_hangs_and_returns_serves_none_of_its_old_state(cluster: Cluster) -> None:
     nodes, user = cluster.client, "ada"
     put(nodes, user)
     chat = nodes.session(user, "chat")
@@ -94,7 +94,7 @@ def test_a_home_that_hangs_and_is_back_gives_nothing_of_what_it_had(cluster: Clu
     assert keys(nodes, user) == KEYS[:1]
 
 
-def test_without_etcd_sessions_wait_and_a_node_that_was_started_again_has_them(cluster: Cluster) -> None:
+def test_without_etcd_sessions_wait_and_a_restarted_node_has_them(cluster: Cluster) -> None:
     nodes, user = cluster.client, "ada"
     put(nodes, user)
     nodes.session(user, "chat").append(KEYS, tokens=64)
@@ -117,7 +117,7 @@ def test_without_etcd_sessions_wait_and_a_node_that_was_started_again_has_them(c
     wait_until(lambda: keys(nodes, user) == KEYS, "and go on", WAIT_S)
 
 
-def test_a_node_that_was_alone_joins_with_the_sessions_of_users_whose_home_it_is(cluster: Cluster) -> None:
+def test_a_node_that_was_alone_joins_with_the_sessions_of_its_users(cluster: Cluster) -> None:
     users = [f"user {number}" for number in range(30)]
     data = cluster.folder / "alone"
     with small_node(data) as node, Client(node.target) as client:

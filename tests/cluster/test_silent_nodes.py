@@ -95,7 +95,7 @@ def rig(tmp_path: Path, transport: str) -> Iterator[Rig]:
 @pytest.mark.parametrize(
     ("transport", "first"), [("auto", "put"), ("auto", "get"), ("grpc", "put"), ("auto", "pin")]
 )
-def test_a_node_that_hangs_costs_one_short_wait_in_all(rig: Rig, first: str) -> None:
+def test_a_hanging_node_costs_one_short_wait_in_all(rig: Rig, first: str) -> None:
     calls: dict[str, Callable[[], list[object]]] = {
         name: getattr(rig, name) for name in ("put", "put_inline", "get", "get_inline", "exists", "pin")
     }
@@ -116,7 +116,7 @@ def test_a_node_that_hangs_costs_one_short_wait_in_all(rig: Rig, first: str) -> 
 
 
 @pytest.mark.parametrize("transport", ["auto", "grpc"])
-def test_a_node_that_only_takes_long_is_no_silent_one(rig: Rig) -> None:
+def test_a_slow_call_does_not_make_a_node_silent(rig: Rig) -> None:
     """A put that waits for its flag, and so has no answer."""
     with pytest.MonkeyPatch.context() as patch:
         dropped: list[str] = []
@@ -134,7 +134,7 @@ def test_a_node_that_only_takes_long_is_no_silent_one(rig: Rig) -> None:
 
 @pytest.mark.parametrize("transport", ["auto", "grpc"])
 @pytest.mark.parametrize("name", ["get", "get_inline", "exists", "pin", "put"])
-def test_a_node_that_is_given_up_right_before_the_call_is_no_mistake_of_the_caller(
+def test_a_node_given_up_right_before_the_call_is_not_the_callers_mistake(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Its client is closed between the look at the map and the call."""
@@ -155,7 +155,7 @@ def test_a_node_that_is_given_up_right_before_the_call_is_no_mistake_of_the_call
 
 
 @pytest.mark.parametrize("transport", ["auto"])
-def test_calls_of_a_client_that_its_user_closed_say_so(rig: Rig) -> None:
+def test_calls_of_a_client_closed_by_its_user_raise_closed(rig: Rig) -> None:
     rig.client.nodes.at(rig.nodes[1].target).close()
     with pytest.raises(Closed):
         rig.exists()

@@ -106,7 +106,7 @@ class Worker:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 30 * ROUNDS)
-def test_of_what_is_on_two_nodes_nothing_is_lost_with_one(tmp_path: Path) -> None:
+def test_with_two_copies_nothing_is_lost_with_one_node(tmp_path: Path) -> None:
     dice = random.Random(SEED)
     with ExitStack() as stack:
         etcd = stack.enter_context(RealEtcd(tmp_path / "etcd"))

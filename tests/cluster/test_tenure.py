@@ -16,8 +16,8 @@ from tests.cluster.test_membership import SETTLED_S, Process
     ("meanwhile", "is_kept"),
     [("nothing", True), ("removed", False), ("drained", False), ("replaced", False), ("lost", False)],
 )
-def test_a_tenure_goes_on_if_every_map_had_the_node(meanwhile: str, *, is_kept: bool) -> None:
-    """All leases end at once, as after a pause of etcd; maybe the node was on no map for a moment."""
+def test_a_tenure_continues_if_every_map_had_the_node(meanwhile: str, *, is_kept: bool) -> None:
+    """All leases end at once, as after a pause of etcd; perhaps the node was on no map for a moment."""
 
     async def history() -> None:
         etcd, rng = FakeEtcd(), random.Random(1)

@@ -178,7 +178,7 @@ def has_looked(node: NodeProcess, one_copy: int) -> bool:
     return have_scanned([report]) and report.upkeep.one_copy == one_copy
 
 
-def test_after_a_loss_and_after_a_join_all_is_on_two_nodes_again_and_nobody_has_read_it(
+def test_after_a_loss_and_a_join_everything_is_on_two_nodes_again_without_reads(
     tmp_path: Path,
 ) -> None:
     with ExitStack() as stack:
@@ -232,7 +232,7 @@ def test_a_returned_node_gives_back_blocks_except_those_deleted_meanwhile(
         assert not any(world.there(world.nodes[1], keys[:10]))
 
 
-def test_a_client_asks_who_drains_last(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_reads_draining_nodes_last(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
     (late,) = pair.put_one_copy(1)
     first, second = sorted(pair.client.nodes.map.members, key=lambda one: one.node != pair.nodes[0].target)
     drains = Member(first.name, first.node, first.weight, state=DRAINING)
@@ -241,7 +241,7 @@ def test_a_client_asks_who_drains_last(pair: World, monkeypatch: pytest.MonkeyPa
     assert pair.client.get_inline(late, len(data(late))) == data(late)
 
 
-def test_members_that_drain_are_owners_when_nobody_else_is_left() -> None:
+def test_draining_members_are_owners_if_nobody_else_is_left() -> None:
     members = [Member(name, f"{name}:1") for name in ("a", "b", "c")]
     whole = Map.of(1, members)
     part = Map.of(2, [Member("a", "a:1", state=DRAINING), *members[1:]])
@@ -278,7 +278,7 @@ def one_key() -> bytes:
     return block_key(secrets.token_bytes(8))
 
 
-def test_a_block_that_was_deleted_after_it_was_offered_is_not_taken(pair: World, other: Stranger) -> None:
+def test_a_block_deleted_after_it_was_offered_is_refused(pair: World, other: Stranger) -> None:
     keys = [one_key() for _ in range(3)]
     answer = other.offer(keys)
     assert list(answer.blocks) == [pb.OFFERED_WANTED] * 3
@@ -289,7 +289,7 @@ def test_a_block_that_was_deleted_after_it_was_offered_is_not_taken(pair: World,
     assert list(other.offer(keys).blocks)[1:] == [pb.OFFERED_STORED_SURELY] * 2
 
 
-def test_a_block_is_not_taken_that_was_not_offered_or_offered_before(pair: World, other: Stranger) -> None:
+def test_a_copy_needs_the_latest_offer_of_its_block(pair: World, other: Stranger) -> None:
     first, second = one_key(), one_key()
     early = other.offer([first])
     late = other.offer([first])
@@ -313,7 +313,7 @@ def test_a_node_that_is_not_on_the_map_under_its_lease_is_refused(other: Strange
         assert not answer.blocks
 
 
-def test_other_bytes_than_were_put_are_not_taken(pair: World, other: Stranger) -> None:
+def test_other_bytes_than_were_put_are_refused(pair: World, other: Stranger) -> None:
     key = one_key()
     answer = other.offer([key])
     with pytest.raises(grpc.RpcError, match="do not match its block"):
@@ -321,14 +321,14 @@ def test_other_bytes_than_were_put_are_not_taken(pair: World, other: Stranger) -
     assert pair.there(other.node, [key]) == [False]
 
 
-def test_where_little_room_is_left_no_copy_is_taken(other: Stranger) -> None:
+def test_copies_are_refused_when_little_room_is_left(other: Stranger) -> None:
     assert list(other.offer([one_key()], length=63 << 20).blocks) == [pb.OFFERED_FULL]
     many = other.offer([one_key() for _ in range(70)], length=1 << 20)
     assert {pb.OFFERED_WANTED, pb.OFFERED_FULL} == set(many.blocks)
     assert list(many.blocks).count(pb.OFFERED_WANTED) < 63, "what it waits for takes room as well"
 
 
-def test_a_deletion_asks_twice_and_is_not_acknowledged_where_maps_differ(
+def test_a_deletion_is_sent_twice_and_not_acknowledged_if_maps_differ(
     pair: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (key,) = pair.put(1)
@@ -349,7 +349,7 @@ def test_a_deletion_asks_twice_and_is_not_acknowledged_where_maps_differ(
         pair.client.delete([key])
 
 
-def test_with_tenants_a_node_brings_copies_and_a_tenant_does_not(tmp_path: Path) -> None:
+def test_with_tenants_a_node_makes_copies_and_a_tenant_does_not(tmp_path: Path) -> None:
     tokens = {name: secrets.token_urlsafe() for name in ("acme", "small")}
     (tmp_path / "tenants.toml").write_text(
         f'[acme]\ntokens_sha256 = ["{token_digest(tokens["acme"])}"]\n'
@@ -431,7 +431,7 @@ def test_the_client_of_a_node_that_left_long_ago_is_closed(
 # --- by themselves
 
 
-def test_a_node_that_is_off_the_map_unknowingly_is_not_believed(
+def test_a_node_unaware_that_it_is_off_the_map_is_not_trusted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     upkeep = Upkeep.__new__(Upkeep)
@@ -470,7 +470,7 @@ def test_a_node_that_is_off_the_map_unknowingly_is_not_believed(
         (2, pb.OFFERED_STORED, pb.OFFERED_STORED, [], []),
     ],
 )
-def test_an_owner_leaves_it_to_one_that_comes_before_it(
+def test_an_owner_leaves_a_block_to_an_earlier_one(
     me: int, first: int | None, second: int | None, copies_to: list[int], if_draining: list[int]
 ) -> None:
     name = b"tenant", b"key"
@@ -490,7 +490,7 @@ class Drive:
         return self.last_generation
 
 
-def test_only_what_came_under_the_lease_or_what_one_that_is_sure_has_is_sure() -> None:
+def test_a_block_is_sure_if_it_arrived_under_the_lease_or_was_confirmed_by_a_sure_node() -> None:
     drive, lease = Drive(), [0]
     sureness = Sureness([drive], lambda: lease[0])  # type: ignore[list-item]
 
@@ -537,7 +537,7 @@ def test_waits_are_bounded_in_number_and_time() -> None:
     assert (len(waited), waited.size_bytes, waited.size_bytes_of) == (0, 0, {})
 
 
-def test_no_more_bytes_go_in_a_second_than_may() -> None:
+def test_the_rate_of_copies_is_bounded() -> None:
     async def doing() -> None:
         loop = asyncio.get_running_loop()
         pace, began_s = Pace(1000), loop.time()

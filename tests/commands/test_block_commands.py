@@ -41,7 +41,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_block_is_put_got_and_deleted(
+def test_a_block_is_put_fetched_and_deleted(
     ours: list[str], file: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     assert main(["put", "name:hello", str(file), "--layout", "bf16", *ours]) == 0
@@ -64,7 +64,7 @@ def test_a_block_is_put_got_and_deleted(
     assert capfdbinary.readouterr().err.startswith(b"kvstore: name:never: MISS(not stored): ")
 
 
-def test_a_get_that_misses_is_among_the_misses_of_the_node(ours: list[str], shared_node: NodeProcess) -> None:
+def test_a_get_that_misses_is_among_the_nodes_misses(ours: list[str], shared_node: NodeProcess) -> None:
     with small_client(shared_node.target) as client:
         before = sum(one.blocks for one in client.statistics().misses)
         assert main(["get", "name:never put", *ours]) == Status.NO
@@ -89,7 +89,9 @@ def test_a_program_reads_json(ours: list[str], file: Path, capsys: pytest.Captur
     assert err == "kvstore: name:hello: MISS(not stored): it was deleted\n"
 
 
-def test_an_empty_user_is_no_owner(ours: list[str], file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_user_is_not_an_owner(
+    ours: list[str], file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["put", "name:hello", str(file), "--user", "", *ours]) == Status.USAGE
     assert "A user's name is not empty." in capsys.readouterr().err
 
@@ -119,9 +121,7 @@ def test_a_pin_outlives_the_command(
     assert main(["pin", "name:none", *ours]) == Status.NO
 
 
-def test_a_watch_shows_what_happens(
-    ours: list[str], file: Path, shared_node: NodeProcess, tenant: str
-) -> None:
+def test_a_watch_shows_events(ours: list[str], file: Path, shared_node: NodeProcess, tenant: str) -> None:
     command = [sys.executable, "-m", "kvstore", "watch", "--json", "--seconds", "60", *ours]
     with (
         small_client(shared_node.target, tenant=tenant) as client,
@@ -138,12 +138,12 @@ def test_a_watch_shows_what_happens(
     assert (changed["what"], changed["blocks"]) == ("CHANGED", 1)
 
 
-def test_a_watch_shows_a_person_the_time_as_other_commands_do() -> None:
+def test_a_watch_shows_times_like_other_commands() -> None:
     event = Happened("STORED", 1_700_000_000_123, KEY)
     assert _line(event) == f"2023-11-14 22:13:20.123 UTC  STORED {KEY.hex()}"
 
 
-def test_a_file_that_can_not_be_used_is_one_line(
+def test_an_unusable_file_is_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").touch()
@@ -159,7 +159,7 @@ def test_an_invalid_key_is_refused(text: str) -> None:
         parse_key(text)
 
 
-def test_a_file_that_is_no_block_is_refused(
+def test_a_file_that_is_not_a_block_is_refused(
     ours: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for size, word in ((0, "none"), ((64 << 20) + 1, "more")):
@@ -170,7 +170,7 @@ def test_a_file_that_is_no_block_is_refused(
         assert capsys.readouterr().err == f"kvstore: A block has 1 byte to 64 MiB, and {path} has {word}.\n"
 
 
-def test_the_node_is_the_usual_one_unless_somebody_says(
+def test_the_default_node_is_used_unless_another_is_given(
     shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("TRIGGERKV_NODE", raising=False)

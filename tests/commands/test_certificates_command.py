@@ -17,7 +17,7 @@ from kvstore.reach import Reach
 from tests.conftest import small_node
 
 
-def test_a_node_and_a_client_take_what_it_makes(tmp_path: Path) -> None:
+def test_a_node_and_a_client_accept_the_generated_files(tmp_path: Path) -> None:
     certs = tmp_path / "certs"
     asked = ["--node", "127.0.0.1,storage-1", "--client", "engine-1.acme"]
     assert main(["certificates", str(certs), *asked]) == 0
@@ -42,7 +42,7 @@ def test_a_node_and_a_client_take_what_it_makes(tmp_path: Path) -> None:
         assert "a name from the node's certificate" in step.advice
 
 
-def test_keys_are_for_their_owner_alone_and_nothing_is_written_over(
+def test_keys_are_readable_only_by_their_owner_and_nothing_is_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     certs = tmp_path / "certs"
@@ -70,7 +70,7 @@ def test_keys_are_for_their_owner_alone_and_nothing_is_written_over(
         (("--client", "a", "--days", "0"), "--days"),
     ],
 )
-def test_an_impossible_creation_is_refused_before_anything_is_made(
+def test_an_impossible_request_is_refused_before_anything_is_created(
     tmp_path: Path, asked: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["certificates", str(tmp_path / "certs"), *asked]) == 2

@@ -58,7 +58,7 @@ def _raising(error: Exception) -> Callable[[], FakeLibrary]:
         (None, False, "not", ""),
     ],
 )
-def test_shared_memory_in_small_pages_is_told_with_what_to_do(
+def test_shared_memory_in_small_pages_is_reported_with_what_to_do(
     tmp_path: Path, text: str | None, *, is_huge: bool, found: str, advice: str
 ) -> None:
     pages = tmp_path / "shmem_enabled"
@@ -72,7 +72,7 @@ def test_shared_memory_in_small_pages_is_told_with_what_to_do(
     assert bool(huge.do) is bool(advice)
 
 
-def test_memory_that_may_be_swapped_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swappable_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nic_offload.aead.library", lambda: "a library")
     bare, locked = doctor.check_encryption(tmp_path, lambda: True)
     assert (locked.status, locked.found, locked.do) == ("ok", "can be locked", "")
@@ -93,7 +93,7 @@ def test_memory_that_may_be_swapped_is_told(tmp_path: Path, monkeypatch: pytest.
     assert "swapoff" in swapped.do
 
 
-def test_each_usable_provider_says_who_fires() -> None:
+def test_each_usable_provider_reports_what_fires_its_puts() -> None:
     offered = [
         FakeProvider("net", ordered=True),
         FakeProvider("sockets", deferred_work=True),
@@ -119,7 +119,7 @@ def test_each_usable_provider_says_who_fires() -> None:
         (ImportError("no _core"), "C core", "fail"),
     ],
 )
-def test_a_fabric_that_is_not_there_says_what_to_do(error: Exception, check: str, status: str) -> None:
+def test_a_missing_fabric_says_what_to_do(error: Exception, check: str, status: str) -> None:
     (result,) = doctor.check_fabric(_raising(error))
     assert (result.check, result.status, result.found) == (check, status, str(error))
     assert result.do
@@ -131,7 +131,9 @@ def test_a_libfabric_without_a_usable_provider_warns() -> None:
 
 
 @pytest.mark.parametrize(("setting", "do"), [("2", "sysctl"), ("0", "seccomp"), (None, "seccomp")])
-def test_io_uring_refused_names_the_switch_that_refuses(setting: str | None, do: str, tmp_path: Path) -> None:
+def test_refused_io_uring_names_the_switch_that_refuses_it(
+    setting: str | None, do: str, tmp_path: Path
+) -> None:
     (tmp_path / "sys/kernel").mkdir(parents=True)
     if setting:
         (tmp_path / "sys/kernel/io_uring_disabled").write_text(setting + "\n")
@@ -141,7 +143,7 @@ def test_io_uring_refused_names_the_switch_that_refuses(setting: str | None, do:
     assert do in result.do
 
 
-def test_io_uring_that_works_is_believed_over_the_switch(tmp_path: Path) -> None:
+def test_working_io_uring_counts_more_than_the_switch(tmp_path: Path) -> None:
     (tmp_path / "sys/kernel").mkdir(parents=True)
     (tmp_path / "sys/kernel/io_uring_disabled").write_text("1\n")
     (result,) = doctor.check_io_uring(tmp_path, lambda: 0, lambda _: None, tmp_path)
@@ -166,7 +168,7 @@ def _measured(write: float, read: float) -> Callable[[Path], tuple[float, float]
     return lambda _: (write, read)
 
 
-def test_a_slow_drive_warns_and_a_quick_one_does_not(tmp_path: Path) -> None:
+def test_a_slow_drive_warns_and_a_fast_one_does_not(tmp_path: Path) -> None:
     *_, quick = doctor.check_drive(tmp_path, _measured(3, 6))
     *_, slow = doctor.check_drive(tmp_path, _measured(3, 0.1))
     assert (quick.status, quick.found) == ("ok", "write 3.00 GB/s, read 6.00 GB/s")
@@ -184,7 +186,7 @@ def test_a_drive_that_refuses_fails(code: int, check: str, tmp_path: Path) -> No
     assert (result.check, result.status) == (check, "fail")
 
 
-def test_a_folder_that_is_not_there_is_judged_by_its_parent_and_not_made(tmp_path: Path) -> None:
+def test_a_missing_folder_is_judged_by_its_parent_and_not_created(tmp_path: Path) -> None:
     seen: list[Path] = []
 
     def measure(folder: Path) -> tuple[float, float]:
@@ -250,7 +252,7 @@ def test_one_broken_check_does_not_stop_the_others(monkeypatch: pytest.MonkeyPat
     assert "GPU" in results
 
 
-def test_the_table_is_aligned_and_coloured_only_when_asked() -> None:
+def test_the_table_is_aligned_and_coloured_only_on_request() -> None:
     results = [Result("a", "ok", "found", "means"), Result("longer", "fail", "x", "y", "do it")]
     assert doctor.table(results, colour=False).splitlines() == [
         "ok    a       found",

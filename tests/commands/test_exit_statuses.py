@@ -38,7 +38,7 @@ IMPORT = ["sessions", "import", "--user", "ada", "--session", "chat"]
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_command_that_calls_a_node_ends_like_the_others(
+def test_commands_that_call_a_node_share_the_exit_statuses(
     name: str, shared_node: NodeProcess, tenant: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = [one.replace("{}", str(tmp_path)) for one in CALLS[name]]
@@ -82,7 +82,7 @@ def test_the_error_names_the_missing_session(
     ("file", "status", "error"),
     [("/dev/full", Status.FAILED, "KvError"), ("{}", Status.USAGE, "ConfigError")],
 )
-def test_a_file_that_can_not_be_written_is_an_object_too(
+def test_an_unwritable_file_is_a_json_object_too(
     file: str, status: Status, error: str, shared_node: NodeProcess, tenant: str, tmp_path: Path, capfd: Any
 ) -> None:
     reach = ["--node", shared_node.target, "--tenant", tenant, "--json"]
@@ -102,7 +102,7 @@ def test_a_file_that_can_not_be_written_is_an_object_too(
         ["put", "name:a", __file__, "--user", "\udcff"],
     ],
 )
-def test_an_argument_that_is_not_utf_8_is_an_object_too(
+def test_an_argument_that_is_not_utf_8_is_a_json_object_too(
     command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "--json"]) == Status.USAGE
@@ -110,7 +110,7 @@ def test_an_argument_that_is_not_utf_8_is_an_object_too(
     assert told == {"error": "UsageError", "message": "An argument is not valid UTF-8."}
 
 
-def test_the_name_of_a_file_may_be_any_bytes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_name_may_be_any_bytes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["fsck", str(tmp_path / "\udcff")]) == Status.USAGE
     assert "There is no data folder" in capfd.readouterr().err
 
@@ -138,7 +138,7 @@ def test_the_name_of_a_file_may_be_any_bytes(tmp_path: Path, capfd: pytest.Captu
         ),
     ],
 )
-def test_a_value_that_cannot_be_is_told_with_its_option(
+def test_an_impossible_value_is_reported_with_its_option(
     command: list[str], says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([one.replace("{}", str(tmp_path)) for one in command]) == Status.USAGE
@@ -187,7 +187,7 @@ def test_a_trial_without_room_names_its_own_option(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_node_that_is_stopped_while_it_starts_is_a_success(
+def test_a_node_stopped_during_its_start_is_a_success(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.serve_options.check_machine", lambda _: signal.raise_signal(number))
@@ -212,7 +212,7 @@ def test_a_node_that_is_stopped_while_it_starts_is_a_success(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_files_and_folders_that_cannot_be_used(
+def test_unusable_files_and_folders(
     command: list[str], status: Status, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([one.replace("{}", str(tmp_path)) for one in command]) == status

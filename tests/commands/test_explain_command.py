@@ -40,7 +40,7 @@ def client(node: NodeProcess) -> Iterator[Client]:
         yield client
 
 
-def test_a_node_without_look_ups_says_that_there_were_none(node: NodeProcess) -> None:
+def test_a_node_without_look_ups_says_so(node: NodeProcess) -> None:
     done = run(node, "--last", "1")
     assert done.returncode == 3
     assert "remembers no look-up of this tenant, which has not requested" in done.stderr
@@ -118,7 +118,7 @@ def looked_up(*lookups: Lookup) -> LookedUp:
 
 
 @pytest.mark.parametrize("outcome", sorted(set(Outcome) - HITS))
-def test_each_way_to_miss_has_its_words_and_says_what_to_do(outcome: Outcome) -> None:
+def test_each_kind_of_miss_has_its_explanation_and_advice(outcome: Outcome) -> None:
     lookup = Lookup(
         "r", Kind.FETCH, 9_000_000, 5000, 70, [Run(64, Outcome.MEMORY), Run(6, outcome, 1_000_000, 7_200_000)]
     )
@@ -140,14 +140,14 @@ def test_each_way_to_miss_has_its_words_and_says_what_to_do(outcome: Outcome) ->
         ({"size_bytes": 9}, "spent sending"),
     ],
 )
-def test_a_slow_request_that_missed_nothing_is_told_where_its_time_went(
+def test_a_slow_request_without_misses_is_explained_by_where_its_time_went(
     times: dict[str, int], why: str
 ) -> None:
     lookup = Lookup("r", Kind.FETCH, 1, 50_000, 1, [Run(1, Outcome.DRIVE)], **times)  # type: ignore[arg-type]
     assert why in page(looked_up(lookup), StatisticsResponse())
 
 
-def test_the_fetches_of_a_resume_are_numbered_on() -> None:
+def test_the_fetches_of_a_resume_are_numbered_consecutively() -> None:
     session = Lookup("r", Kind.SESSION, 1, 5, 300, [Run(300, Outcome.NAMED)])
     fetches = [Lookup("r", Kind.FETCH, 2, 5, 128, [Run(128, Outcome.MEMORY)]) for _ in range(2)]
     said = page(looked_up(session, *fetches), StatisticsResponse())
@@ -163,12 +163,12 @@ def test_a_shortened_answer_says_so() -> None:
     assert "There may be more" not in page(looked_up(lookup), StatisticsResponse())
 
 
-def test_no_terminal_is_told_anything_by_a_request_id() -> None:
+def test_request_ids_cannot_send_terminal_escapes() -> None:
     lookup = Lookup("r\x1b[31m", Kind.FETCH, 1, 5, 1, [Run(1, Outcome.BUSY)], by_caller=True, detail="\x1b")
     assert "\x1b" not in page(looked_up(lookup), StatisticsResponse())
 
 
-def test_times_are_told_as_people_read_them() -> None:
+def test_times_are_printed_in_readable_units() -> None:
     assert [show_time(one) for one in (-5, 1999, 2000, 119_000, 180_000, 7_200_000, 200_000_000)] == [
         "0 ms", "1999 ms", "2 s", "119 s", "3 min", "2 h", "2 days",
     ]  # fmt: skip

@@ -35,9 +35,7 @@ def _out(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return out
 
 
-def test_rules_are_shown_in_the_order_in_which_they_win(
-    rules: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rules_are_shown_in_order_of_precedence(rules: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = _out(capsys, rules).splitlines()
     assert [line.split()[0] for line in lines[:7]] == ["priority", "guard", "1000", "200", "150", "100", "0"]
     assert {line.find("acme", 30) for line in lines if "bob" in line} == {lines[0].index("tenant")}
@@ -61,20 +59,20 @@ def test_a_request_shows_its_hit_and_the_entries_that_lost(
     )
 
 
-def test_a_spoofed_request_is_told_it_is_denied(rules: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spoofed_request_is_reported_as_denied(rules: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = _out(capsys, rules, "--request", ALICE.replace("10.1.2.3", "10.2.2.3"))
     assert "The request hits 'guard of acme/alice': deny; " in out
     assert "       200  alice, chat 17       does not match: not one of its bindings\n" in out
 
 
-def test_a_request_that_hits_nothing_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_without_a_hit_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "empty.toml"
     path.write_text("")
     out = _out(capsys, str(path), "--request", ALICE)
     assert out.endswith("\nThe request hits nothing.\nNo rule matched in part.\n")
 
 
-def test_the_json_says_the_same(rules: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_has_the_same_content(rules: str, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(_out(capsys, rules, "--json", "--request", ALICE))
     names = [entry["name"] for entry in document["entries"]]
     assert names == ["guard of acme/alice", "misused", "alice, chat 17", "bob", "acme", "rest"]
@@ -128,7 +126,7 @@ def test_an_error_is_one_sentence_and_status_2(
     assert err.count("\n") == 1
 
 
-def test_rules_that_are_not_utf8_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_that_are_not_utf_8_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rules.toml"
     path.write_bytes(b"# \xff")
     assert main(["match", str(path)]) == 2

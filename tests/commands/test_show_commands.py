@@ -39,7 +39,7 @@ def run(node: NodeProcess, command: str, *more: str) -> subprocess.CompletedProc
     return run_here(command, "--node", node.target, *more)
 
 
-def test_stats_are_shown_and_told(node: NodeProcess) -> None:
+def test_stats_are_shown_as_text_and_json(node: NodeProcess) -> None:
     with small_client(node.target) as client, FlagWords.create(1) as flags:
         client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[:2]])
         client.exists(KEYS)
@@ -72,7 +72,7 @@ def test_stats_are_shown_and_told(node: NodeProcess) -> None:
     assert ["takes_puts", "yes"] in [line.split() for line in shown.stdout.splitlines()]
 
 
-def test_drives_are_shown_and_told(node: NodeProcess) -> None:
+def test_drives_are_shown_as_text_and_json(node: NodeProcess) -> None:
     told = json.loads(run(node, "drives", "--json").stdout)
     (drive,) = told["drives"]
     assert (drive["number"], drive["takes_puts"], drive["failure"]) == (0, True, "")
@@ -83,7 +83,7 @@ def test_drives_are_shown_and_told(node: NodeProcess) -> None:
     assert shown[2].split()[:2] == ["0", "0"]
 
 
-def test_top_shows_an_interval_once(node: NodeProcess) -> None:
+def test_top_shows_one_interval(node: NodeProcess) -> None:
     shown = run(node, "top", "--once", "--interval", "0.1")
     assert shown.returncode == 0, shown.stderr
     assert f"node {node.target}, up " in shown.stdout
@@ -103,7 +103,7 @@ def test_top_shows_an_interval_once(node: NodeProcess) -> None:
     assert "--interval takes" in wrong.stderr
 
 
-def test_top_goes_on_interval_by_interval_until_nobody_reads(node: NodeProcess) -> None:
+def test_top_continues_until_its_reader_leaves(node: NodeProcess) -> None:
     command = [sys.executable, "-m", "kvstore", "top", "--node", node.target, "--json", "--interval", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -113,7 +113,7 @@ def test_top_goes_on_interval_by_interval_until_nobody_reads(node: NodeProcess) 
     assert lines[0]["uptime_ms"] < lines[1]["uptime_ms"] < lines[2]["uptime_ms"]
 
 
-def test_on_a_terminal_the_screen_is_left_as_it_was_found(node: NodeProcess) -> None:
+def test_the_terminal_screen_is_restored(node: NodeProcess) -> None:
     here, there = pty.openpty()
     command = [sys.executable, "-m", "kvstore", "top", "--node", node.target, "--interval", "0.1"]
     # Whoever runs the tests in the background has SIGINT ignored, and children inherit that.
@@ -187,7 +187,7 @@ class Away:
         return StatusResponse()
 
 
-def test_a_node_that_is_away_is_said_to_be_and_looked_for_again() -> None:
+def test_an_absent_node_is_reported_and_retried() -> None:
     out = io.StringIO()
     client: Any = Away(statistics(uptime_ms=1), None, statistics(uptime_ms=9, puts=3))
     top = Top(client, "n", HeldClock(), lambda _: None, out)

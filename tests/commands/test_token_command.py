@@ -21,7 +21,7 @@ def test_a_token_is_printed_with_its_digest(capsys: pytest.CaptureFixture[str]) 
     assert digest == token_digest(token)
 
 
-def test_a_token_in_a_file_is_its_owner_s_alone_and_is_never_replaced(
+def test_a_token_file_is_readable_only_by_its_owner_and_never_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "token"

@@ -18,7 +18,7 @@ def write(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def test_a_file_is_there_when_it_is_whole(tmp_path: Path) -> None:
+def test_a_file_exists_only_once_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "out"
     write(path, b"old")
 
@@ -38,7 +38,7 @@ def test_a_file_is_there_when_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
-    """So is a device: `kvstore get KEY /dev/null` once made a file of it, for everybody on the machine."""
+    """So is a device: `kvstore get KEY /dev/null` once turned it into a file, for all users of the machine."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     came: list[bytes] = []
@@ -59,13 +59,13 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
     assert target.read_bytes() == b"KV"
 
 
-def test_a_full_drive_is_a_failure_with_the_file_s_name() -> None:
+def test_a_full_drive_is_a_failure_with_the_files_name() -> None:
     with pytest.raises(OSError, match="No space left") as raised:
         write(Path("/dev/full"), b"KV")
     assert raised.value.filename == "/dev/full"
 
 
-def test_an_output_that_can_not_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_unwritable_output_is_one_sentence(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no folder" / "out"):
         with pytest.raises(ConfigError, match="could not be written"):
             write(path, b"KV")

@@ -51,7 +51,7 @@ def eight_bytes(stage: Stage, gate: Gate, tags: range) -> list[TriggeredPut]:
 
 
 def test_many_puts_wait_for_one_counter_in_a_bounded_queue(backend: Backend) -> None:
-    """The counter is far ahead of some, and far behind others; every one is done once, and has its bytes."""
+    """The counter is far ahead of some, and far behind others; every one is executed once, and has its bytes."""
     rng = random.Random(9)
     puts = 100_000 if backend.provider == "net" else 6 * QUEUE
     with Stage(backend, 1 << 20, work_max=QUEUE) as stage:
@@ -82,7 +82,7 @@ def test_many_puts_wait_for_one_counter_in_a_bounded_queue(backend: Backend) -> 
 
 
 def test_a_full_queue_fires_at_one_store(backend: Backend) -> None:
-    """More than any NIC holds, and more than its rings take; nothing is refused but what is too much."""
+    """More than any NIC holds, and more than its rings take; only the excess is refused."""
     with Stage(backend, work_max=QUEUE) as stage:
         gate, near = stage.gate(), stage.near
         near.fill(0, random.Random(10).randbytes(8 * QUEUE))
@@ -138,11 +138,8 @@ def test_a_refused_batch_leaves_nothing_behind(backend: Backend) -> None:
         stage.near.region.close()
 
 
-def test_a_counter_is_armed_again_a_hundred_times(stage: Stage, gate: Gate) -> None:
-    """The next thresholds each time; now and then it starts again from nothing, and goes further than before.
-
-    Every other time the operations have been taken, and handed to the NIC where there is one, before they fire.
-    """
+def test_a_counter_is_rearmed_a_hundred_times(stage: Stage, gate: Gate) -> None:
+    """With the next thresholds each time, sometimes from zero. Every other time the NIC has them before they fire."""
     near, far, there = stage.near, stage.far, stage.there
     rng = random.Random(11)
     moved = stage.counter()

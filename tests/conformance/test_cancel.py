@@ -76,7 +76,7 @@ def test_flush_ends_everything_that_waits(stage: Stage, gate: Gate) -> None:
     lands(far.word(1), 7)
 
 
-def test_cancelling_a_link_fails_what_follows_it(stage: Stage, gate: Gate) -> None:
+def test_cancelling_a_link_fails_the_rest_of_the_chain(stage: Stage, gate: Gate) -> None:
     near, far, there = stage.near, stage.far, stage.there
     moved, further = stage.counter(), stage.counter()
     there.arm(
@@ -99,7 +99,7 @@ def test_cancelling_a_link_fails_what_follows_it(stage: Stage, gate: Gate) -> No
 
 
 def test_a_cancel_that_races_the_counter_is_exact(stage: Stage) -> None:
-    """What is counted as cancelled never lands, and what is not ends as done; nothing has two ends."""
+    """An operation counted as cancelled never lands, any other ends as done; none ends twice."""
     near, far, there = stage.near, stage.far, stage.there
     rng = random.Random(8)
     for turn in range(12):
@@ -131,8 +131,8 @@ def test_a_cancel_that_races_the_counter_is_exact(stage: Stage) -> None:
     stage.holds_nothing()
 
 
-def test_an_operation_that_others_wait_for_survives_a_cancel(stage: Stage, gate: Gate) -> None:
-    """A NIC may have to give back everything to take back one: the others are handed over again, and fire once."""
+def test_a_depended_on_operation_survives_a_cancel(stage: Stage, gate: Gate) -> None:
+    """A NIC may have to return all operations to cancel one: the others are handed over again, and fire once."""
     near, far, there = stage.near, stage.far, stage.there
     moved = stage.counter()
     near.fill(0, b"y" * 4096)

@@ -46,10 +46,7 @@ def started(folder: Path, library: Path, errors_count: str, reorders: str) -> su
 
 @pytest.mark.timeout(SECONDS + 30)
 def test_the_suite_on_the_software_cassini(tmp_path: Path) -> None:
-    """Under each rule of what a failure fires, once with and once without an order of writes, both at the same time.
-
-    A flush takes 20 ms here; hardware takes a second, and so does the stand-in by default.
-    """
+    """Under each rule of what fires on a failure, with and without ordered writes. A flush takes 20 ms here."""
     if "cxi" in offered():
         pytest.skip("this process's libfabric answers as cxi itself: the other tests here cover it")
     library = build()

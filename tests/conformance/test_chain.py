@@ -43,7 +43,7 @@ def test_each_link_finds_the_bytes_of_the_one_before(stage: Stage, gate: Gate) -
 
 @pytest.mark.parametrize("flagged", [False, True])
 def test_fan_in_waits_for_the_last(stage: Stage, gate: Gate, *, flagged: bool) -> None:
-    """Ten puts with thresholds of their own; the notify comes behind all of them."""
+    """Ten puts with thresholds of their own; the notify comes after all of them."""
     near, far, there = stage.near, stage.far, stage.there
     rng = random.Random(2)
     moved = stage.counter()
@@ -94,8 +94,8 @@ def test_fan_out_fires_all_that_wait(stage: Stage, gate: Gate) -> None:
         lands(far.word(tag), 5)
 
 
-def test_a_chain_goes_through_two_peers(stage: Stage, gate: Gate) -> None:
-    """The bytes go to one, and another is told."""
+def test_a_chain_passes_through_two_peers(stage: Stage, gate: Gate) -> None:
+    """The bytes go to one, and the other is notified."""
     near, far = stage.near, stage.far
     third = Side(stage.provider, deferred_work=stage.backend.deferred_work, remote_read=True)
     try:
@@ -115,8 +115,8 @@ def test_a_chain_goes_through_two_peers(stage: Stage, gate: Gate) -> None:
         third.close()
 
 
-def test_a_chain_of_a_hundred_links_runs_through(stage: Stage, gate: Gate) -> None:
-    """Armed last link first; each writes its number into the same word, so the last value tells the order."""
+def test_a_chain_of_a_hundred_links_completes(stage: Stage, gate: Gate) -> None:
+    """Armed last link first; each writes its number into the same word, so the last value shows the order."""
     there, far = stage.there, stage.far
     counters = [stage.counter() for _ in range(100)]
     before = [gate.counter, *counters]
@@ -177,7 +177,7 @@ def test_many_moves_add_up(stage: Stage, gate: Gate) -> None:
     assert total.value() == sum(steps)
 
 
-def test_a_move_never_takes_a_word_back(stage: Stage) -> None:
+def test_a_move_never_decreases_a_word(stage: Stage) -> None:
     """A counter only grows: setting it to less than it has is no movement."""
     if stage.backend.nic_counts:
         pytest.skip("a NIC sets its counter to what it is told")
@@ -188,11 +188,8 @@ def test_a_move_never_takes_a_word_back(stage: Stage) -> None:
     assert counter.value() == 100
 
 
-def test_a_peer_pulls_when_it_is_told_and_says_so(stage: Stage, gate: Gate) -> None:
-    """The storage side arms gets that its peer's notify fires, and acknowledges; then it makes no call any more.
-
-    What fires them is a word of its registered memory.
-    """
+def test_a_peer_pulls_when_notified_and_reports_it(stage: Stage, gate: Gate) -> None:
+    """The storage side arms gets that its peer's notify fires, and acknowledges; then it makes no more calls."""
     near, far, there, back = stage.near, stage.far, stage.there, stage.back
     rng = random.Random(6)
     sizes = [rng.choice([8, 999, 40_000]) for _ in range(12)]
@@ -214,7 +211,7 @@ def test_a_peer_pulls_when_it_is_told_and_says_so(stage: Stage, gate: Gate) -> N
 
 
 def test_a_get_is_acknowledged_through_a_chain(stage: Stage, gate: Gate) -> None:
-    """Get -> count -> notify: the owner may use their memory again, as all of them have been read."""
+    """Get -> count -> notify: the owner may reuse the memory, as all of it has been read."""
     near, far, there = stage.near, stage.far, stage.there
     got = stage.counter()
     for turn in range(10):

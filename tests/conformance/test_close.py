@@ -44,7 +44,7 @@ def arm_some(stage: Stage, way: Way, gate: Gate, cycle: int) -> Gate:
 
 
 def test_closing_an_endpoint_frees_what_its_operations_used(backend: Backend) -> None:
-    """The source is written over and the target of the gets cleared: neither is read or written any more."""
+    """The source is overwritten and the target of the gets cleared: neither is read or written any more."""
     needs_ends_of_their_own(backend.provider)
     with Stage(backend) as stage:
         near, far = stage.near, stage.far
@@ -70,7 +70,7 @@ def test_closing_an_endpoint_frees_what_its_operations_used(backend: Backend) ->
 
 
 def test_an_endpoint_closes_while_everything_waits(backend: Backend) -> None:
-    """Those of another endpoint, on the same counter, are fired as if nothing had been."""
+    """Those of another endpoint, on the same counter, are fired as if nothing had happened."""
     with Stage(backend) as stage:
         near, far, there = stage.near, stage.far, stage.there
         gate = stage.gate()
@@ -95,7 +95,7 @@ def test_an_endpoint_closes_while_everything_waits(backend: Backend) -> None:
         stage.holds_no_work()
 
 
-def test_a_fabric_closes_with_everything_under_way(backend: Backend) -> None:
+def test_a_fabric_closes_with_everything_in_flight(backend: Backend) -> None:
     for cycle in range(8 if backend.provider in ("tcp;ofi_rxm", "cxi") else CYCLES):
         with Stage(backend, work_max=4096) as stage:
             gate = stage.gate()
@@ -121,7 +121,7 @@ def test_a_region_in_use_is_not_closed(stage: Stage, gate: Gate) -> None:
 
 
 def test_a_counter_in_use_is_closed_and_lives_as_long_as_it_is_used(stage: Stage) -> None:
-    """What waits for it waits on; whoever has its word or its doorbell fires it."""
+    """Its operations still wait; they fire through its word or its doorbell."""
     near, far, there = stage.near, stage.far, stage.there
     for turn in range(CYCLES):
         gate, moved = stage.gate(), stage.counter()
@@ -143,7 +143,7 @@ def test_a_counter_in_use_is_closed_and_lives_as_long_as_it_is_used(stage: Stage
     stage.holds_nothing()
 
 
-def test_a_closed_counter_is_gone_with_what_waited_for_it(stage: Stage) -> None:
+def test_a_closed_counter_is_gone_with_its_waiting_operations(stage: Stage) -> None:
     near, there = stage.near, stage.there
     for turn in range(5 if stage.provider == "cxi" else CYCLES):
         gate, moved = stage.gate(), stage.counter()
@@ -158,7 +158,7 @@ def test_a_closed_counter_is_gone_with_what_waited_for_it(stage: Stage) -> None:
 
 
 def test_a_region_for_peers_closes_while_they_write(stage: Stage, gate: Gate) -> None:
-    """From then on nothing of theirs comes in through its key."""
+    """From then on nothing of theirs is accepted under its key."""
     needs_ends_of_their_own(stage.backend.provider)
     near, far = stage.near, stage.far
     way = Way.between(Side.more(near), far)

@@ -75,7 +75,7 @@ def test_killed_before_firing(backend: Backend, stage: Stage, gate: Gate, *, con
 
 
 def test_killed_in_a_stream(backend: Backend, stage: Stage, gate: Gate) -> None:
-    """Of what was in flight nobody can say whether it arrived, but never that nothing went out."""
+    """Whether a put in flight arrived is unknown, but never reported as not sent."""
     near = stage.near
     near.fill(0, os.urandom(60_000))
     with Far(backend.provider, 8 << 20) as far:
@@ -133,8 +133,8 @@ def test_the_peers_endpoint_is_closed_before_firing(stage: Stage, gate: Gate) ->
     moved.reset()
 
 
-def test_one_dead_peer_after_the_other_wears_nothing_out(backend: Backend, stage: Stage, gate: Gate) -> None:
-    """Whatever each leaves behind at a NIC, what comes after is served, and no slower than by the agent."""
+def test_one_dead_peer_after_the_other_exhausts_nothing(backend: Backend, stage: Stage, gate: Gate) -> None:
+    """Whatever each leaves behind at a NIC, later operations are served, and no slower than by the agent."""
     near = stage.near
     for turn in range(2):
         with Far(backend.provider, 1 << 20) as far:

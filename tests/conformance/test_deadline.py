@@ -18,7 +18,7 @@ EXPIRED = (EventKind.FAILED, -errno.ETIMEDOUT)
 
 
 def test_an_operation_that_never_fired_ends_at_its_deadline(stage: Stage, gate: Gate) -> None:
-    """Or late, where only a flush takes it back from the NIC: then its endpoint's close ends it. It never fires."""
+    """Or late, where only a flush gets it back from the NIC: then its endpoint's close ends it. It never fires."""
     near, far = stage.near, stage.far
     way = through(near, far)
     near.fill(0, b"never")
@@ -44,8 +44,8 @@ def test_an_operation_that_never_fired_ends_at_its_deadline(stage: Stage, gate: 
     assert len(near.events) == 310 + 2  # and two fences
 
 
-def test_deadlines_end_only_their_own(stage: Stage, gate: Gate) -> None:
-    """Some have none, some have one far away, some go out in time."""
+def test_deadlines_end_only_their_own_operations(stage: Stage, gate: Gate) -> None:
+    """Some have none, some have one far away, some are sent in time."""
     near, far, there = stage.near, stage.far, stage.there
     soon_ns, later_ns = after_ms(60), after_ms(60_000)
     fires = (gate.counter, 5)
@@ -92,7 +92,7 @@ def test_a_deadline_breaks_the_chain(stage: Stage, gate: Gate) -> None:
     assert (far.word(1).load(), far.word(2).load()) == (0, 0)
 
 
-def test_a_deadline_over_before_arming_lets_nothing_out(stage: Stage, gate: Gate) -> None:
+def test_an_expired_deadline_before_arming_lets_nothing_be_sent(stage: Stage, gate: Gate) -> None:
     gate.raise_to(9)
     stage.settle(gate)
     over_ns = after_ms(-1)
@@ -108,7 +108,7 @@ def test_a_deadline_over_before_arming_lets_nothing_out(stage: Stage, gate: Gate
 def test_operations_to_a_stopped_peer_are_late_and_end_when_it_continues(
     backend: Backend, stage: Stage, gate: Gate
 ) -> None:
-    """What the provider had no room for meanwhile has not gone out, and is over."""
+    """What the provider had no room for meanwhile was not sent, and has ended."""
     near = stage.near
     moved = [stage.counter() for _ in range(11)]
     with Far(backend.provider, 1 << 20) as far:
@@ -143,7 +143,7 @@ def test_operations_to_a_stopped_peer_are_late_and_end_when_it_continues(
 
 
 def test_late_operations_end_with_their_endpoint(backend: Backend, stage: Stage, gate: Gate) -> None:
-    """A peer that stands still for good: the others are served, and closing the endpoint ends the chain as well."""
+    """A peer that is stopped for good: the others are served, and closing the endpoint ends the chain as well."""
     near, there = stage.near, stage.there
     moved = stage.counter()
     with Far(backend.provider, 1 << 20) as far:

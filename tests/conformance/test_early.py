@@ -36,7 +36,7 @@ def landed(stage: Stage, count: int) -> set[int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_all_that_is_reached_has_landed_and_nothing_else(stage: Stage, gate: Gate, seed: int) -> None:
+def test_exactly_the_operations_that_were_reached_have_landed(stage: Stage, gate: Gate, seed: int) -> None:
     """Armed in any order, before and between the movements of the counter, some when it is too late to wait."""
     rng = random.Random(seed)
     near, far = stage.near, stage.far
@@ -86,7 +86,7 @@ def test_a_threshold_already_reached_fires_at_once(stage: Stage, gate: Gate) -> 
 
 
 @pytest.mark.parametrize("base", [1 << 31, 1 << 32, REACHED_MAX])
-def test_values_beyond_31_bits_are_compared_as_they_are(stage: Stage, gate: Gate, base: int) -> None:
+def test_values_beyond_31_bits_are_compared_correctly(stage: Stage, gate: Gate, base: int) -> None:
     steps = (-2, -1, 0, 1, 5)
     there, far = stage.there, stage.far
     there.arm(*(there.notify(i, i, 1, fires=(gate.counter, base + step)) for i, step in enumerate(steps)))
@@ -111,8 +111,8 @@ def test_words_have_all_64_bits(stage: Stage, gate: Gate) -> None:
     lands(stage.far.word(1), 7)
 
 
-def test_a_word_that_went_back_fires_nothing_early(stage: Stage, gate: Gate) -> None:
-    """Whoever stores a lower value did wrong, and yet what they arm then waits for its threshold, and fires at it."""
+def test_a_decreased_word_fires_nothing_early(stage: Stage, gate: Gate) -> None:
+    """Storing a lower value is wrong, and yet operations armed then wait for their threshold, and fire at it."""
     if stage.backend.nic_counts:
         pytest.skip("a doorbell only adds")
     gate.raise_to(100)
@@ -132,7 +132,7 @@ def test_a_word_that_went_back_fires_nothing_early(stage: Stage, gate: Gate) -> 
     stage.holds_nothing()
 
 
-def test_many_counters_fire_only_their_own(stage: Stage) -> None:
+def test_many_counters_fire_only_their_own_operations(stage: Stage) -> None:
     gates = [stage.gate() for _ in range(40)]
     there, far = stage.there, stage.far
     there.arm(*(there.notify(i, i, 1, fires=(gates[i % 40].counter, 1 + i // 40)) for i in range(120)))

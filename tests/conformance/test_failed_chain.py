@@ -137,7 +137,7 @@ def test_a_failed_counter_moves_no_more_until_it_is_reset(stage: Stage, gate: Ga
 
 
 def test_of_ten_that_count_one_fails(stage: Stage, gate: Gate) -> None:
-    """The nine go on; what waits for ten never comes."""
+    """The other nine complete; an operation that waits for ten never fires."""
     near, far, there = stage.near, stage.far, stage.there
     way = through(near, far)
     moved = stage.counter()
@@ -155,7 +155,7 @@ def test_of_ten_that_count_one_fails(stage: Stage, gate: Gate) -> None:
     assert far.word(50).load() == 0
 
 
-def test_a_failure_leaves_what_waits_for_other_counters_alone(stage: Stage, gate: Gate) -> None:
+def test_a_failure_does_not_affect_waits_for_other_counters(stage: Stage, gate: Gate) -> None:
     near, far, there = stage.near, stage.far, stage.there
     way = through(near, far)
     other, moved = stage.gate(), stage.counter()
@@ -174,7 +174,7 @@ def test_a_failure_leaves_what_waits_for_other_counters_alone(stage: Stage, gate
     assert far.word(40).load() == 0
 
 
-def test_the_key_of_a_closed_region_is_nobodys(stage: Stage, gate: Gate) -> None:
+def test_the_key_of_a_closed_region_is_invalid(stage: Stage, gate: Gate) -> None:
     needs_ends_of_their_own(stage.backend.provider)
     near, far, there = stage.near, stage.far, stage.there
     way = through(near, far)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tests.conformance.backends import Gate, Stage
 
 
-def test_a_child_is_refused_everything_and_the_parent_goes_on(stage: Stage, gate: Gate) -> None:
-    """With operations held, counters of both kinds open, and something on its way all the time."""
+def test_a_child_is_refused_everything_and_the_parent_continues(stage: Stage, gate: Gate) -> None:
+    """With operations held, counters of both kinds open, and transfers in flight all the time."""
     near, far, there = stage.near, stage.far, stage.there
     spare, moved = stage.counter(), stage.counter()
     near.fill(0, b"parent's")
@@ -60,7 +60,7 @@ def test_a_child_is_refused_everything_and_the_parent_goes_on(stage: Stage, gate
     stage.holds_nothing()
 
 
-def test_a_child_that_merely_ends_takes_nothing_with_it(stage: Stage, gate: Gate) -> None:
+def test_a_child_that_merely_exits_destroys_nothing(stage: Stage, gate: Gate) -> None:
     near, there = stage.near, stage.there
     for turn in range(5):
         there.arm(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SIZES = (1, 7, 8, 9, 63, 255, 4095, 4096, 4097, 65_537, 262_145, 400_000)
 
 
-def test_the_bytes_are_those_of_the_peer_and_no_others(stage: Stage, gate: Gate) -> None:
+def test_the_bytes_are_exactly_those_of_the_peer(stage: Stage, gate: Gate) -> None:
     near, far, there = stage.near, stage.far, stage.there
     rng = random.Random(12)
     far.fill(0, rng.randbytes(far.length))
@@ -165,7 +165,7 @@ def shuffled(stage: Stage, pages: int) -> list[Piece]:
 
 @pytest.mark.parametrize("spoiled", [False, True])
 def test_many_pieces_have_one_flag(stage: Stage, gate: Gate, *, spoiled: bool) -> None:
-    """It comes behind all of them; and if one of them fails, not at all."""
+    """It arrives after all of them; if one of them fails, not at all."""
     near, far, there = stage.near, stage.far, stage.there
     way = through(near, far) if spoiled else there
     near.fill(0, random.Random(16).randbytes(near.length))
@@ -202,7 +202,7 @@ def test_many_pieces_have_one_flag(stage: Stage, gate: Gate, *, spoiled: bool) -
     stage.holds_nothing()
 
 
-def test_many_pieces_are_got_and_the_owner_is_told_once(stage: Stage, gate: Gate) -> None:
+def test_many_pieces_are_fetched_and_the_owner_is_notified_once(stage: Stage, gate: Gate) -> None:
     near, far, there = stage.near, stage.far, stage.there
     far.fill(0, random.Random(17).randbytes(200 * PAGE))
     pieces = shuffled(stage, 200)

@@ -18,7 +18,7 @@ FEW = 6  # where each takes a sixth of a second to open
 LENGTH = 3001
 
 
-def test_all_peers_are_served_by_one_counter_and_one_is_dead(backend: Backend) -> None:
+def test_one_counter_serves_all_peers_and_one_is_dead(backend: Backend) -> None:
     """Each through an endpoint of its own: some bytes, a flag, and a notify chained to everybody's count."""
     count = FEW if backend.provider == "tcp;ofi_rxm" else PEERS
     with Stage(backend) as stage, Far(backend.provider, 1 << 20) as dead:
@@ -72,7 +72,7 @@ def test_all_peers_are_served_by_one_counter_and_one_is_dead(backend: Backend) -
 
 
 def test_many_peers_put_into_one(backend: Backend) -> None:
-    """Each has its own counter and its own fabric; the words of one region take them all."""
+    """Each has its own counter and its own fabric; the words of one region receive them all."""
     count = 3 if backend.provider == "tcp;ofi_rxm" else 8
     with Stage(backend) as stage:
         sides = [Side(backend.provider, 64 * PAGE, deferred_work=backend.deferred_work) for _ in range(count)]

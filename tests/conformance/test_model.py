@@ -20,7 +20,7 @@ A_FLUSH_EACH = {"cxi", "cxi-own"}
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_random_runs_keep_every_promise(backend: Backend, group: int) -> None:
+def test_random_runs_keep_every_guarantee(backend: Backend, group: int) -> None:
     if backend.name in AS_NET and group:
         pytest.skip("the agent's other seeds run over net")
     steps = STEPS // 2 if backend.name in A_FLUSH_EACH else STEPS

@@ -14,7 +14,7 @@ MARK = b"\xee"
 
 
 def test_a_landed_slot_is_never_written_again(stage: Stage, gate: Gate) -> None:
-    """The target writes over all that came, and then the counter passes every threshold many times over."""
+    """The target overwrites everything, and then the counter passes every threshold many times over."""
     near, far, there = stage.near, stage.far, stage.there
     count = 150
     near.fill(0, bytes(range(256)) * 64)
@@ -40,7 +40,7 @@ def test_a_landed_slot_is_never_written_again(stage: Stage, gate: Gate) -> None:
     each_once(near, range(count))
 
 
-def test_a_get_that_is_done_never_writes_again(stage: Stage, gate: Gate) -> None:
+def test_a_completed_get_never_writes_again(stage: Stage, gate: Gate) -> None:
     near, far, there = stage.near, stage.far, stage.there
     far.fill(0, b"\x11" * 6400)
     there.arm(
@@ -61,7 +61,7 @@ def test_a_get_that_is_done_never_writes_again(stage: Stage, gate: Gate) -> None
 
 
 def test_a_counter_is_moved_once_by_each_operation(stage: Stage, gate: Gate) -> None:
-    """An operation that were fired twice would count twice."""
+    """An operation fired twice would count twice."""
     there, moved = stage.there, stage.counter()
     kinds = (
         lambda tag, fires: there.put(tag, 100, flag=(0, 7), fires=fires, completion=moved),
@@ -83,7 +83,7 @@ def test_a_counter_is_moved_once_by_each_operation(stage: Stage, gate: Gate) -> 
     stage.holds_nothing()
 
 
-def test_fired_is_told_once_and_before_the_end(stage: Stage, gate: Gate) -> None:
+def test_fired_is_reported_once_and_before_the_end(stage: Stage, gate: Gate) -> None:
     stage.there.arm(
         *(stage.there.notify(tag, 0, 7, fires=(gate.counter, tag), report_fired=True) for tag in range(1, 61))
     )

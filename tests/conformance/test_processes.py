@@ -47,7 +47,7 @@ class Storer:
 
 
 def test_a_third_process_fires_a_round_trip_through_the_second(backend: Backend) -> None:
-    """A put -> count -> get of the same bytes back -> count -> notify of our own word; this process only looks on."""
+    """A put -> count -> get of the same bytes back -> count -> notify of our own word; this process only watches."""
     if backend.own_counters:
         pytest.skip("a counter without a word has no memory that another process can map")
     with (
@@ -78,7 +78,7 @@ def test_a_third_process_fires_a_round_trip_through_the_second(backend: Backend)
 
 
 def test_both_processes_put_at_once(backend: Backend) -> None:
-    """Slots that the other fills, while our own counter fires what we send it; every slot and word is right."""
+    """Slots that the other fills, while our own counter fires our puts; every slot and word is right."""
     slots = 40
     with (
         FlagWords.create(1) as words,

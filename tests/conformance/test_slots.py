@@ -25,7 +25,7 @@ def other_process(stage: Stage) -> tuple[Side, Gate, Way]:
     return side, stage.gate(side), Way.between(side, stage.far)
 
 
-def test_no_slot_is_lost_while_others_take_them_and_give_them_back(backend: Backend) -> None:
+def test_no_slot_is_lost_while_others_take_and_return_them(backend: Backend) -> None:
     with Stage(backend) as stage:
         other, other_gate, way = other_process(stage)
         try:
@@ -67,7 +67,7 @@ def test_no_slot_is_lost_while_others_take_them_and_give_them_back(backend: Back
 
 
 def test_closing_one_endpoint_does_not_stop_the_others(backend: Backend) -> None:
-    """While the NIC gives back what a closed endpoint had there, others' puts go through as before."""
+    """While the NIC returns a closed endpoint's operations, others' puts continue as before."""
     with Stage(backend) as stage:
         gate, near, far = stage.gate(), stage.near, stage.far
         way = through(near, far)

@@ -24,11 +24,8 @@ def counts(counter: Counter, value: int) -> bool:
     return counter.value() == value
 
 
-def test_a_cancel_takes_back_nothing_that_has_fired(backend: Backend, stage: Stage, gate: Gate) -> None:
-    """Bytes, flags and counts on their way to one who stands still, and a cancel of something else meanwhile.
-
-    Each put has a source of its own, which is written over once it is done: a second copy would carry that.
-    """
+def test_a_cancel_withdraws_nothing_that_has_fired(backend: Backend, stage: Stage, gate: Gate) -> None:
+    """Transfers are in flight to a stopped peer during an unrelated cancel. A second copy would carry other bytes."""
     near, there = stage.near, stage.there
     others = stage.gate()
     moved = [stage.counter() for _ in range(12)]
@@ -84,7 +81,7 @@ def test_a_cancel_takes_back_nothing_that_has_fired(backend: Backend, stage: Sta
 
 
 def test_an_operation_that_failed_with_its_counter_never_fires(stage: Stage, gate: Gate) -> None:
-    """Ten are waited for, one fails; an eleventh takes its place too late."""
+    """Ten are awaited, one fails; an eleventh takes its place too late."""
     near, far, there = stage.near, stage.far, stage.there
     way = through(near, far)
     moved = stage.gate()
@@ -111,7 +108,7 @@ def test_an_operation_that_failed_with_its_counter_never_fires(stage: Stage, gat
 
 @pytest.mark.parametrize("with_flag", [False, True])
 def test_no_count_is_lost_while_others_are_cancelled(stage: Stage, gate: Gate, *, with_flag: bool) -> None:
-    """Operations fire all the time, and others are taken back in between."""
+    """Operations fire all the time, and others are cancelled in between."""
     near, there = stage.near, stage.there
     never = stage.gate()
     moved = stage.counter()

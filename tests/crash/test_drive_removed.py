@@ -36,7 +36,7 @@ def got(rig: ClientWithBuffers, blocks: list[Block]) -> list[Hit | Miss]:
     return outcomes
 
 
-def test_a_removed_drive_costs_its_own_blocks_and_nothing_else(tmp_path: Path) -> None:
+def test_a_removed_drive_affects_only_its_own_blocks(tmp_path: Path) -> None:
     drives = [tmp_path / "a.kv", tmp_path / "b.kv"]
     node = NodeProcess(
         tmp_path / "node", arguments=[word for drive in drives for word in ("--drive", f"{drive}:64MiB")]

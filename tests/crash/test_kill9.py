@@ -119,7 +119,7 @@ def check(
                 assert rig.target[block.offset : block.offset + length] == b"\x5a" * length
 
 
-def test_a_node_killed_during_a_get_costs_a_miss_and_nothing_else(tmp_path: Path) -> None:
+def test_a_node_killed_during_a_get_causes_only_a_miss(tmp_path: Path) -> None:
     node = small_node(tmp_path / "node")
     try:
         rig = ClientWithBuffers(node)

@@ -127,7 +127,7 @@ def timed_erase(client: Client, user: str) -> float:
 
 @pytest.mark.parametrize("encrypted", [True, False], ids=["encrypted", "plain"])
 @pytest.mark.timeout(120 + 10 * ROUNDS)
-def test_an_erasure_that_sigkill_meets_is_complete_or_was_not_acknowledged(
+def test_an_erasure_interrupted_by_sigkill_is_complete_or_was_not_acknowledged(
     tmp_path: Path, record_property: Callable[[str, object], None], *, encrypted: bool
 ) -> None:
     seed = int(os.environ.get("TRIGGERKV_SEED", str(secrets.randbits(32))))

@@ -34,7 +34,7 @@ def resident_bytes(pid: int) -> int:
 
 
 @pytest.mark.timeout(120 + 2 * SOAK_S)
-def test_a_small_drive_takes_puts_for_as_long_as_they_come(
+def test_a_small_drive_accepts_an_endless_stream_of_puts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not forked: those allocate memory when it is first used, which would count as growth.

@@ -45,13 +45,13 @@ def _config(name: str) -> NodeConfig:
 
 
 @pytest.mark.parametrize("name", sorted(commands()))
-def test_every_flag_is_one_that_a_node_takes(name: str) -> None:
+def test_every_flag_is_accepted_by_a_node(name: str) -> None:
     config = _config(name)
     assert config.port == {"compose two": 7270, "compose three": 7470}.get(name, 7070)
     assert config.host == "127.0.0.1" or (config.tls_certificate and config.tls_key and config.tenants)
 
 
-def test_the_manifests_keep_the_schemas_of_kubernetes() -> None:
+def test_the_manifests_match_the_schemas_of_kubernetes() -> None:
     kinds = []
     for document in kubernetes():
         kubernetes_validate.validate(document, KUBERNETES_VERSION, strict=True)
@@ -59,7 +59,7 @@ def test_the_manifests_keep_the_schemas_of_kubernetes() -> None:
     assert sorted(kinds) == sorted(["NetworkPolicy", "PodDisruptionBudget", "Service", "StatefulSet"] * 2)
 
 
-def test_a_manifest_with_a_slip_would_be_seen() -> None:
+def test_a_mistake_in_a_manifest_is_detected() -> None:
     document = stateful_set()
     document["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -84,7 +84,7 @@ def test_ports_probes_and_volumes_belong_together() -> None:
     )
 
 
-def test_compose_names_files_that_are_there_and_three_nodes() -> None:
+def test_compose_names_existing_files_and_three_nodes() -> None:
     document = compose()
     nodes = [one for one in document["services"].values() if one.get("image") == "triggerkv"]
     assert len(nodes) == len(COMPOSE_NODES)
@@ -113,7 +113,7 @@ def test_prometheus_scrapes_the_nodes_of_compose() -> None:
 @pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze: apt-get install systemd"
 )
-def test_systemd_takes_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit_and_finds_it_hardened(tmp_path: Path) -> None:
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/triggerkv/bin/kvstore", "/bin/true"))
     verified = subprocess.run(
@@ -149,14 +149,14 @@ def _pins(path: Path) -> dict[str, str]:
 
 
 def test_each_package_has_the_digests_of_its_files() -> None:
-    """Pip takes none that has another, once one of a list has any."""
+    """Once one package of a list has a digest, pip accepts none without."""
     for name in ("requirements-dev.txt", "requirements-engines.txt", "deploy/requirements.txt"):
         entries = re.split(r"(?m)^(?=[a-z])", re.sub(r"(?m)^#.*\n", "", (ROOT / name).read_text()))[1:]
         assert entries
         assert all("--hash=sha256:" in entry for entry in entries)
 
 
-def test_the_container_holds_what_was_tested() -> None:
+def test_the_container_contains_the_tested_packages() -> None:
     pinned, tested = _pins(DEPLOY / "requirements.txt"), _pins(ROOT / "requirements-dev.txt")
     assert pinned.items() <= tested.items()
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
@@ -168,7 +168,7 @@ def test_the_container_holds_what_was_tested() -> None:
 def test_the_steps_of_the_container_file_install_a_node_in_a_clean_folder(
     wheel: Path, tmp_path: Path
 ) -> None:
-    """The first step is the wheel's."""
+    """The first step is that of the wheel."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     (wheels / wheel.name).symlink_to(wheel)

@@ -101,7 +101,7 @@ def strangers(expression: str, labels: dict[str, set[str]]) -> Iterator[str]:
         yield from (f"by ({label})" for label in re.findall(r"\w+", group) if label not in known)
 
 
-def test_every_expression_is_of_metrics_and_labels_that_are_told(exported: Exported) -> None:
+def test_every_expression_uses_exported_metrics_and_labels(exported: Exported) -> None:
     found = list(expressions())
     assert len(found) > 30
     for where, expression in found:
@@ -117,11 +117,11 @@ def test_every_expression_is_of_metrics_and_labels_that_are_told(exported: Expor
         ("sum by (tenant) (kvstore_hits_total)", "by (tenant)"),
     ],
 )
-def test_an_invalid_name_is_found(exported: Exported, expression: str, stranger: str) -> None:
+def test_an_invalid_name_is_detected(exported: Exported, expression: str, stranger: str) -> None:
     assert list(strangers(expression, exported.labels)) == [stranger]
 
 
-def test_every_label_value_that_an_alert_picks_is_one(exported: Exported) -> None:
+def test_every_label_value_that_an_alert_selects_exists(exported: Exported) -> None:
     text = ALERTS.read_text() + RUNBOOK.read_text()
     picked = set(re.findall(r'(kvstore_\w+)\{(\w+)="(\w+)"\}', text))
     assert ("kvstore_waiting", "what", "put_for_room") in picked
@@ -149,14 +149,14 @@ def test_every_name_in_the_runbook_exists(exported: Exported) -> None:
         assert (RUNBOOK.parent / link).exists(), link
 
 
-def test_the_table_of_metrics_is_what_a_node_tells(exported: Exported) -> None:
+def test_the_table_of_metrics_matches_the_nodes(exported: Exported) -> None:
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (.*?) \| (.*?) \|$", METRICS.read_text(), re.MULTILINE)
     ours = {name: told for name, told in exported.families.items() if name.startswith("kvstore_")}
     said = {name: (kind, text, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels, text in rows}
     assert said == ours
 
 
-def test_names_are_as_prometheus_wants_them(exported: Exported) -> None:
+def test_metric_names_follow_prometheus_rules(exported: Exported) -> None:
     for name, (kind, text, labels) in exported.families.items():
         if not name.startswith("kvstore_"):
             continue
@@ -167,7 +167,7 @@ def test_names_are_as_prometheus_wants_them(exported: Exported) -> None:
         assert not {"user", "session", "key", "peer"} & set(labels), name
 
 
-def test_the_dashboard_is_one_that_grafana_can_load() -> None:
+def test_grafana_can_load_the_dashboard() -> None:
     board = json.loads(DASHBOARD.read_text())
     assert {"uid", "title", "schemaVersion", "templating", "panels", "time"} <= set(board)
     panels = board["panels"]
@@ -185,7 +185,7 @@ def test_the_dashboard_is_one_that_grafana_can_load() -> None:
             assert panel["description"].endswith(".")
 
 
-def test_the_example_scrapes_the_job_that_the_alerts_are_about() -> None:
+def test_the_example_scrapes_the_job_that_the_alerts_use() -> None:
     example = yaml.safe_load(SCRAPE.read_text())
     (job,) = example["scrape_configs"]
     assert example["rule_files"] == [ALERTS.name]

@@ -68,11 +68,11 @@ def test_a_file_of_deploy_uses_the_ports_of_the_table(name: str) -> None:
     assert used_by(commands()[name]) == table()
 
 
-def test_the_unit_without_settings_is_on_loopback_alone() -> None:
+def test_the_unit_without_settings_is_on_loopback_only() -> None:
     assert used_by(commands()["systemd"]) == {"--listen": table()["--listen"]}
 
 
-def test_nodes_of_compose_share_no_port_and_its_head_names_them_all() -> None:
+def test_nodes_of_compose_share_no_port_and_its_header_names_them_all() -> None:
     used = [row for name in COMPOSE_NODES for row in used_by(commands()[f"compose {name}"]).values()]
     taken = [port for row in used for port in range(row.first, row.last + 1)]
     assert len(taken) == len(set(taken))
@@ -97,6 +97,6 @@ def test_the_policy_of_kubernetes_opens_exactly_the_ports_of_the_table() -> None
     assert policy["spec"]["podSelector"] == stateful_set()["spec"]["selector"]
 
 
-def test_the_firewall_lets_in_exactly_the_ports_of_the_table() -> None:
+def test_the_firewall_admits_exactly_the_ports_of_the_table() -> None:
     rules = (DEPLOY / "nftables" / "kvstore.nft").read_text()
     assert opened("\n".join(re.findall(r"^tcp dport (\S+)", rules, re.MULTILINE))) == set(table().values())

@@ -54,7 +54,7 @@ def test_every_alert_fires_when_it_should_and_only_then() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_alert_has_a_case_in_which_it_comes_and_one_in_which_it_does_not() -> None:
+def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
     checks: dict[str, list[bool]] = {name: [] for name in NAMES}
     for case in yaml.safe_load(CASES.read_text())["tests"]:
         instances = {
@@ -67,7 +67,7 @@ def test_every_alert_has_a_case_in_which_it_comes_and_one_in_which_it_does_not()
 
 
 @pytest.mark.parametrize("how", ["never", "always", "at once"])
-def test_alerts_that_come_never_or_always_or_too_soon_are_caught(how: str, tmp_path: Path) -> None:
+def test_alerts_that_fire_never_always_or_too_soon_are_detected(how: str, tmp_path: Path) -> None:
     rules = yaml.safe_load(ALERTS.read_text())
     planted = set()
     for rule in rules["groups"][0]["rules"]:

@@ -50,17 +50,17 @@ def test_a_node_listens_on_all_addresses_of_its_machine(name: str) -> None:
 
 
 @pytest.mark.parametrize("node", COMPOSE_NODES)
-def test_compose_mounts_the_folders_that_its_nodes_are_told(node: str) -> None:
+def test_compose_mounts_the_folders_in_its_nodes_settings(node: str) -> None:
     mounts = dict(volume.split(":")[:2] for volume in compose()["services"][node]["volumes"])
     assert mounts == {node: "/data", "./secrets": "/etc/kvstore"}
     assert set(mounts.values()) == folders(f"compose {node}")
 
 
-def test_the_container_s_own_command_mounts_the_folders_that_it_is_told() -> None:
+def test_the_containers_own_command_mounts_the_folders_in_its_settings() -> None:
     assert set(re.findall(r"-v [\w./]+:(/[\w/]+)", CONTAINERFILE)) == folders("container")
 
 
-def test_kubernetes_mounts_volumes_that_there_are() -> None:
+def test_kubernetes_mounts_existing_volumes() -> None:
     (container,) = POD["containers"]
     claims = [claim["metadata"]["name"] for claim in stateful_set()["spec"]["volumeClaimTemplates"]]
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
@@ -104,7 +104,7 @@ def test_memory_may_be_locked_everywhere() -> None:
     assert "--ulimit memlock=-1" in CONTAINERFILE
 
 
-def test_the_container_has_the_libraries_and_a_folder_that_its_user_may_write() -> None:
+def test_the_container_has_the_libraries_and_a_folder_writable_for_its_user() -> None:
     for made, library in (
         (BUILT, "libfabric-dev"),
         (BUILT, "liburing-dev"),

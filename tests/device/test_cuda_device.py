@@ -47,7 +47,7 @@ def cuda(driver: FakeDriver) -> Iterator[FakeCuda]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_spine_on_cuda_is_exact_in_whatever_order_the_streams_run(seed: int) -> None:
+def test_the_spine_on_cuda_is_exact_in_any_order_of_streams(seed: int) -> None:
     driver = FakeDriver(seed=seed, writes_values=bool(seed % 2))
     device = FakeCuda(driver)
     with MemoryNode() as node, running(cast("HostDevice", device)):
@@ -89,11 +89,11 @@ def graph_counts_on(device: Any) -> None:
         flags.close()
 
 
-def test_a_graph_counts_on_at_each_launch(cuda: FakeCuda) -> None:
+def test_a_graph_continues_counting_at_each_launch(cuda: FakeCuda) -> None:
     graph_counts_on(cuda)
 
 
-def test_a_graph_of_the_host_device_does_too() -> None:
+def test_a_graph_of_the_host_device_continues_counting_too() -> None:
     graph_counts_on(HostDevice())
 
 
@@ -117,7 +117,7 @@ def test_a_flag_is_stored_in_stream_order(*, writes_values: bool) -> None:
     device.close()
 
 
-def test_after_a_reset_every_call_is_an_error_and_none_a_crash(cuda: FakeCuda, driver: FakeDriver) -> None:
+def test_after_a_reset_every_call_is_an_error_without_a_crash(cuda: FakeCuda, driver: FakeDriver) -> None:
     stream, event = cuda.open_stream(), cuda.record(0)
     driver.is_reset = True
     calls = (
@@ -147,12 +147,12 @@ def test_a_closed_device_refuses_work(driver: FakeDriver) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "index", "word"), [(0, 0, "no usable GPU"), (2, 2, "2 GPUs, and no GPU 2")])
-def test_a_machine_without_that_gpu_is_told(gpus: int, index: int, word: str) -> None:
+def test_a_missing_gpu_is_reported(gpus: int, index: int, word: str) -> None:
     with pytest.raises(CudaUnavailable, match=word):
         CudaDevice(index, FakeDriver(gpus=gpus))
 
 
-def test_a_machine_without_a_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 

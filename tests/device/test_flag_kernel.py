@@ -79,7 +79,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_kernel_that_stores_wrongly_is_caught(name: str, tmp_path: Path) -> None:
+def test_a_kernel_that_stores_incorrectly_is_detected(name: str, tmp_path: Path) -> None:
     pattern, instead, word = PLANTED[name]
     text, changed = re.subn(pattern, instead, KERNEL_SOURCE.read_text(), flags=re.MULTILINE)
     assert changed
@@ -95,7 +95,7 @@ def test_the_error_has_the_compilers_message(tmp_path: Path) -> None:
         compiled(90, planted)
 
 
-def test_a_machine_without_the_compiler_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nic_offload.nvrtc._path", lambda: None)
     monkeypatch.setattr("nic_offload.nvrtc._library", _library.__wrapped__)
     with pytest.raises(CudaUnavailable, match="install the package's extra 'cuda'"):

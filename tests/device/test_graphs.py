@@ -26,7 +26,7 @@ PAGE, PAGES, TURNS = 8192, 32, 3
 
 
 @pytest.mark.parametrize("kind", [HostDevice, lambda: FakeCuda(FakeDriver())])
-def test_a_launch_of_a_graph_sends_all_its_blocks_with_no_call_for_any(
+def test_launching_a_graph_sends_all_its_blocks_without_a_call_for_any(
     kind: Callable[[], HostDevice],
 ) -> None:
     device = kind()

@@ -111,7 +111,7 @@ def stored_at_last(engine: Engine, values: Values) -> list[Wanted]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_bytes_are_exact_in_whatever_order_the_streams_run(memory_node: MemoryNode, seed: int) -> None:
+def test_bytes_are_exact_in_any_order_of_streams(memory_node: MemoryNode, seed: int) -> None:
     device = HostDevice(seed)
     engine = engine_of(memory_node, device)
     with running(device):
@@ -150,7 +150,7 @@ def test_nothing_is_sent_before_the_device_has_copied_it(
         is_exact(engine, wanted, values)
 
 
-def test_a_ring_that_is_full_skips_blocks_and_the_compute_stream_goes_on(
+def test_a_full_ring_skips_blocks_and_the_compute_stream_continues(
     memory_node: MemoryNode, device: Refusing
 ) -> None:
     engine = engine_of(memory_node, device, host_bytes=2 * BLOCK_BYTES, save_timeout_ms=50)
@@ -168,7 +168,7 @@ def test_a_ring_that_is_full_skips_blocks_and_the_compute_stream_goes_on(
     engine.close()
 
 
-def test_memory_of_a_put_that_was_given_up_is_not_used_while_a_copy_may_come(
+def test_memory_of_an_abandoned_put_is_not_reused_while_a_copy_may_arrive(
     memory_node: MemoryNode, device: Refusing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.engines.vllm.device_transport.VLLM_DEVICE_COPY_MS", 50)
@@ -187,7 +187,7 @@ def test_memory_of_a_put_that_was_given_up_is_not_used_while_a_copy_may_come(
     engine.close()
 
 
-def test_a_step_that_is_not_sound_or_not_whole_is_withheld(engine: Engine, device: Refusing) -> None:
+def test_an_inconsistent_or_incomplete_step_is_withheld(engine: Engine, device: Refusing) -> None:
     values = random_values(SHAPE, [1])
     with running(device):
         engine.step(wanted_of(1), values, is_sound=False)
@@ -233,7 +233,7 @@ def test_a_device_that_refuses_work_costs_the_step_and_not_the_engine(
         is_exact(engine, wanted, values)
 
 
-def test_a_load_that_the_device_refuses_is_missing_and_the_next_one_is_not(
+def test_a_load_that_the_device_refuses_is_a_miss_and_the_next_one_is_not(
     engine: Engine, device: Refusing
 ) -> None:
     wanted, values = wanted_of(1, 2), random_values(SHAPE, [1, 2])
@@ -247,7 +247,7 @@ def test_a_load_that_the_device_refuses_is_missing_and_the_next_one_is_not(
         is_exact(engine, wanted, values)
 
 
-def test_pages_that_the_node_lacks_are_missing_and_their_blocks_are_not_written(
+def test_pages_that_the_node_lacks_are_misses_and_their_blocks_are_not_written(
     engine: Engine, device: Refusing
 ) -> None:
     wanted, values = wanted_of(1, 2), random_values(SHAPE, [1, 2])
@@ -261,7 +261,7 @@ def test_pages_that_the_node_lacks_are_missing_and_their_blocks_are_not_written(
         assert {bytes(value) for value in seen.values()} == {b"\x07\x00" * (PAGE_BYTES // 2)}
 
 
-def test_a_load_writes_to_blocks_only_after_what_was_computed_with_them_before(
+def test_a_load_writes_to_blocks_only_after_earlier_computations_with_them(
     engine: Engine, device: Refusing
 ) -> None:
     wanted, values = wanted_of(1), random_values(SHAPE, [1])
@@ -282,9 +282,7 @@ def test_a_load_writes_to_blocks_only_after_what_was_computed_with_them_before(
     assert [seen[1, at] for at in range(LAYERS)] == [values[1][at].tobytes() for at in range(LAYERS)]
 
 
-def test_a_machine_that_lets_no_memory_be_page_locked_says_so(
-    memory_node: MemoryNode, device: Refusing
-) -> None:
+def test_a_machine_that_refuses_page_locked_memory_says_so(memory_node: MemoryNode, device: Refusing) -> None:
     device.refused.add("map")
     with pytest.raises(DeviceError, match="map failed"):
         engine_of(memory_node, device)

@@ -25,7 +25,7 @@ RUNS = {  # of a page, as they lie in memory
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_runs_of_a_block_are_its_bytes_and_no_others(shape: str) -> None:
+def test_the_runs_of_a_block_are_exactly_its_bytes(shape: str) -> None:
     caches = caches_of(shape)
     memory = DeviceMemory(HostDevice(), caches, identity_of("e").groups, 0, BLOCKS)
     for name in names():
@@ -60,7 +60,7 @@ def test_a_cache_that_is_not_block_by_block_is_refused(
         pages_of(shape, strides, 2, blocks)
 
 
-def test_a_page_of_another_size_than_the_engine_says_is_refused() -> None:
+def test_a_page_of_another_size_than_the_engine_states_is_refused() -> None:
     caches = {name: HostTensor(np.zeros((BLOCKS, 16), np.uint16)) for name in names()}
     with pytest.raises(LayoutError, match="have 32 bytes, not 4096"):
         DeviceMemory(HostDevice(), caches, identity_of("e").groups, 0, BLOCKS)

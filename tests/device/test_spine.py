@@ -27,7 +27,7 @@ FROM, TO = (3, 4, 9, 17), (0, 23, 11, 5)
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
-def test_blocks_go_from_tensors_to_the_drive_and_after_sigkill_back(
+def test_blocks_go_from_tensors_to_the_drive_and_back_after_sigkill(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A block is three objects of two layers each, with a flag each.

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="transformers is in .venv-engines onl
 
 
 @pytest.mark.timeout(300)
-def test_the_chat_goes_on_in_another_process_bit_for_bit() -> None:
+def test_the_chat_continues_in_another_process_bit_for_bit() -> None:
     command = [sys.executable, "-m", "kvstore", "chat", "--turns", "2", "--tokens", "100"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
     assert "equal, bit for bit" in said

@@ -21,7 +21,7 @@ TENANT = b"t" * 16
 
 
 @pytest.mark.timeout(60)
-def test_vllm_reads_what_a_node_publishes() -> None:
+def test_vllm_reads_a_nodes_events() -> None:
     events = KvEvents(EventsConfig("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"), SystemClock())
     events.blocks(rows([(TENANT, b"a" * 32), (TENANT, b"b" * 32)]), None)
     events.blocks(rows([(TENANT, b"a" * 32)]), Reason.SPACE)

@@ -113,7 +113,7 @@ def test_every_call_of_the_interface_has_the_same_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("transport", ["auto", "grpc"])
 @pytest.mark.parametrize("form", ["plugin://triggerkv", "triggerkv://"])
-def test_chunks_come_back_exactly_in_another_worker(node: Node, form: str, transport: str) -> None:
+def test_chunks_are_loaded_exactly_in_another_worker(node: Node, form: str, transport: str) -> None:
     url = form if form.startswith("plugin") else form + node.target
     base = 100 * (2 * (transport == "auto") + form.startswith("plugin"))
     keys = [key(base + number) for number in range(4)]
@@ -141,7 +141,9 @@ def test_chunks_come_back_exactly_in_another_worker(node: Node, form: str, trans
 
 @pytest.mark.parametrize("transport", ["auto", "grpc"])
 @pytest.mark.parametrize("form", ["plugin://triggerkv", "triggerkv://"])
-def test_a_chunk_comes_back_over_tls_by_a_token_file(guarded: GuardedNode, form: str, transport: str) -> None:
+def test_a_chunk_is_loaded_over_tls_with_a_token_file(
+    guarded: GuardedNode, form: str, transport: str
+) -> None:
     url = form if form.startswith("plugin") else form + guarded.target
     name = key(100 + 2 * (transport == "auto") + form.startswith("plugin"))
     with (
@@ -154,7 +156,7 @@ def test_a_chunk_comes_back_over_tls_by_a_token_file(guarded: GuardedNode, form:
         assert same(two.run(two.ours.get(name)), chunk)
 
 
-def test_chunks_of_anything_else_are_not_there(node: Node) -> None:
+def test_other_chunks_are_not_found(node: Node) -> None:
     with Worker(node.target) as one, Worker(node.target, weights="other") as other:
         one.run(one.ours.put(key(900), one.chunk(1)))
         assert one.ours.exists_sync(key(900))
@@ -171,7 +173,7 @@ def test_chunks_of_anything_else_are_not_there(node: Node) -> None:
         assert other.run(other.ours.get(key(900))) is None
 
 
-def test_a_chunk_that_is_not_full_is_not_stored(node: Node) -> None:
+def test_a_partial_chunk_is_not_stored(node: Node) -> None:
     with Worker(node.target) as one:
         one.run(one.ours.batched_put([key(1000), key(1001)], [one.chunk(1, CHUNK // 2), one.chunk(2)]))
         assert not one.ours.exists_sync(key(1000))
@@ -179,7 +181,9 @@ def test_a_chunk_that_is_not_full_is_not_stored(node: Node) -> None:
         assert one.run(one.ours.list()) == []
 
 
-def test_a_killed_node_costs_misses_and_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_node_causes_misses_and_leaks_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times: dict[str, Any] = {"lookup_timeout_ms": 300, "load_timeout_ms": 400, "save_timeout_ms": 400}
     with Node(tmp_path / "node") as node, Worker(node.target, **times) as one:
         chunk = one.chunk(1)
@@ -207,7 +211,7 @@ def test_a_killed_node_costs_misses_and_no_memory(tmp_path: Path, monkeypatch: p
         assert same(got, chunk)
 
 
-def test_a_wrong_configuration_is_refused_when_it_starts(node: Node) -> None:
+def test_an_invalid_configuration_is_refused_at_the_start(node: Node) -> None:
     from kvstore.engines.common_settings import EngineSettings
     from kvstore.errors import ConfigError
 

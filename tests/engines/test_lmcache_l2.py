@@ -93,7 +93,7 @@ def test_every_call_of_the_interface_has_the_same_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_objects_come_back_exactly_into_another_server_s_memory(node: Node, transport: str) -> None:
+def test_objects_are_loaded_exactly_into_another_servers_memory(node: Node, transport: str) -> None:
     one, two = Arena(), Arena()
     one.fill(1)
     two.fill(2)
@@ -120,7 +120,7 @@ def test_objects_come_back_exactly_into_another_server_s_memory(node: Node, tran
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_object_comes_back_over_tls_by_a_token_file(guarded: GuardedNode, transport: str) -> None:
+def test_an_object_is_loaded_over_tls_with_a_token_file(guarded: GuardedNode, transport: str) -> None:
     one, two = Arena(), Arena()
     one.fill(1)
     names = [key(f"over TLS {transport}")]
@@ -146,7 +146,7 @@ def test_an_object_comes_back_over_tls_by_a_token_file(guarded: GuardedNode, tra
     ],
     ids=str,
 )
-def test_objects_of_anything_else_are_not_there(node: Node, difference: dict[str, Any]) -> None:
+def test_other_objects_are_not_found(node: Node, difference: dict[str, Any]) -> None:
     arena = Arena()
     arena.fill(1)
     adapter = opened(node.target, arena)
@@ -178,7 +178,7 @@ def test_a_locked_object_is_pinned_until_it_is_unlocked(node: Node) -> None:
     adapter.close()
 
 
-def test_deleted_objects_are_gone_and_accounted_for(node: Node) -> None:
+def test_deleted_objects_are_removed_and_accounted_for(node: Node) -> None:
     arena = Arena()
     adapter = opened(node.target, arena)
     heard: list[str] = []
@@ -203,7 +203,7 @@ def test_deleted_objects_are_gone_and_accounted_for(node: Node) -> None:
     adapter.close()
 
 
-def test_a_wrong_configuration_is_refused_when_it_starts(node: Node) -> None:
+def test_an_invalid_configuration_is_refused_at_the_start(node: Node) -> None:
     for settings in ({"nod": 1}, {"transport": "pigeon"}, {"save_timeout_ms": 0}):
         with pytest.raises(ConfigError):
             opened(node.target, Arena(), **settings)
@@ -249,7 +249,7 @@ def test_a_node_that_hangs_or_dies_costs_no_more_than_the_deadline(tmp_path: Pat
         adapter.close()
 
 
-def test_an_object_that_the_drive_damaged_is_a_miss(tmp_path: Path) -> None:
+def test_an_object_damaged_on_the_drive_is_a_miss(tmp_path: Path) -> None:
     arena = Arena()
     arena.fill(1)
     keys = [key("a"), key("b")]
@@ -266,7 +266,7 @@ def test_an_object_that_the_drive_damaged_is_a_miss(tmp_path: Path) -> None:
         adapter.close()
 
 
-def test_two_threads_of_the_server_get_each_their_own_objects(node: Node) -> None:
+def test_two_threads_of_the_server_each_get_their_own_objects(node: Node) -> None:
     arena = Arena(32)
     arena.fill(5)
     adapter = opened(node.target, arena)

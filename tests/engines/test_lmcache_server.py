@@ -35,7 +35,7 @@ BEHIND = {
 }
 
 
-def test_lmcache_s_own_server_keeps_its_objects_on_a_node(
+def test_lmcaches_own_server_keeps_its_objects_on_a_node(
     place: Path, model: Path, chats: Chats, tmp_path: Path
 ) -> None:
     def statistics() -> Any:

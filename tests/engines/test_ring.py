@@ -30,7 +30,7 @@ def test_pieces_never_overlap() -> None:
         assert most > 1
 
 
-def test_an_empty_ring_takes_as_much_as_it_has_wherever_the_last_piece_ended() -> None:
+def test_an_empty_ring_holds_as_much_as_its_size_wherever_the_last_piece_ended() -> None:
     ring = Ring(10)
     for size in (4, 7, 10, 3, 10):
         got = ring.take(size)
@@ -40,7 +40,7 @@ def test_an_empty_ring_takes_as_much_as_it_has_wherever_the_last_piece_ended() -
     assert ring.take(11) is None
 
 
-def test_an_empty_ring_begins_anew_and_has_all_of_its_room() -> None:
+def test_an_empty_ring_starts_over_and_has_all_of_its_room() -> None:
     ring = Ring(100)
     for _ in range(3):
         pieces = [ring.take(10) for _ in range(10)]

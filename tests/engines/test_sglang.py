@@ -79,7 +79,7 @@ def test_every_call_of_the_interface_has_the_same_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages_come_back_exactly_in_another_process_s_pool(node: Node, layout: str, transport: str) -> None:
+def test_pages_are_loaded_exactly_in_another_processs_pool(node: Node, layout: str, transport: str) -> None:
     first, second = MHAHostPool(layout), MHAHostPool(layout)
     first.fill(1)
     second.fill(2)
@@ -102,7 +102,7 @@ def test_pages_come_back_exactly_in_another_process_s_pool(node: Node, layout: s
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_page_comes_back_over_tls_by_a_token_file(guarded: GuardedNode, transport: str) -> None:
+def test_a_page_is_loaded_over_tls_with_a_token_file(guarded: GuardedNode, transport: str) -> None:
     first, second = MHAHostPool(), MHAHostPool()
     first.fill(1)
     one, other = (
@@ -132,7 +132,7 @@ def test_a_page_comes_back_over_tls_by_a_token_file(guarded: GuardedNode, transp
     ],
     ids=str,
 )
-def test_pages_of_anything_else_are_not_there(node: Node, difference: dict[str, Any]) -> None:
+def test_other_pages_are_not_found(node: Node, difference: dict[str, Any]) -> None:
     ours = MHAHostPool()
     ours.fill(1)
     storage = attached(node.target, ours)
@@ -165,7 +165,7 @@ def test_of_a_latent_one_rank_writes_and_all_read(node: Node) -> None:
         storage.close()
 
 
-def test_flat_pages_go_through_the_generic_calls(node: Node) -> None:
+def test_flat_pages_work_through_the_generic_calls(node: Node) -> None:
     pool = MHAHostPool()
     storage = attached(node.target, pool, v1=0)
     values = [torch.randint(0, 256, (4096,), dtype=torch.uint8) for _ in range(3)]
@@ -184,7 +184,7 @@ def test_flat_pages_go_through_the_generic_calls(node: Node) -> None:
     storage.close()
 
 
-def test_a_page_larger_than_what_is_stored_in_one_goes_in_parts(node: Node) -> None:
+def test_a_page_larger_than_a_block_is_stored_in_parts(node: Node) -> None:
     pool = MHAHostPool("page_first", pages=3, layers=80, heads=16, dim=1024)  # 10 MB a piece, three parts
     pool.fill(3)
     storage = attached(node.target, pool)
@@ -210,7 +210,7 @@ def test_blocks_stored_from_here_are_cleared(node: Node) -> None:
         storage.close()
 
 
-def test_a_wrong_configuration_is_refused_when_it_starts(node: Node) -> None:
+def test_an_invalid_configuration_is_refused_at_the_start(node: Node) -> None:
     for extra in ({"nod": 1}, {"transport": "pigeon"}, {"load_timeout_ms": 0}, {"node": ""}):
         with pytest.raises(ConfigError):
             attached(node.target, MHAHostPool(), extra=extra)
@@ -232,7 +232,7 @@ def test_wrong_indices_and_pools_are_misses(node: Node) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_killed_node_costs_misses_and_is_found_again(tmp_path: Path, transport: str) -> None:
+def test_a_killed_node_causes_misses_and_is_found_again(tmp_path: Path, transport: str) -> None:
     pool = MHAHostPool()
     pool.fill(1)
     expected = pool.page(0)
@@ -257,7 +257,7 @@ def test_a_killed_node_costs_misses_and_is_found_again(tmp_path: Path, transport
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_node_that_hangs_costs_no_more_than_the_deadline(tmp_path: Path, transport: str) -> None:
+def test_a_hanging_node_costs_no_more_than_the_deadline(tmp_path: Path, transport: str) -> None:
     pool = MHAHostPool()
     times = {"lookup_timeout_ms": 300, "load_timeout_ms": 400, "save_timeout_ms": 400}
     with Node(tmp_path / "node") as node:
@@ -275,7 +275,7 @@ def test_a_node_that_hangs_costs_no_more_than_the_deadline(tmp_path: Path, trans
         storage.close()
 
 
-def test_a_page_that_the_drive_damaged_is_a_miss(tmp_path: Path) -> None:
+def test_a_page_damaged_on_the_drive_is_a_miss(tmp_path: Path) -> None:
     pool = MHAHostPool(dim=256)  # pieces of several pages of the drive
     pool.fill(1)
     with Node(tmp_path / "node", capacity="128MiB") as node:
@@ -291,7 +291,7 @@ def test_a_page_that_the_drive_damaged_is_a_miss(tmp_path: Path) -> None:
         storage.close()
 
 
-def test_many_threads_get_each_their_own_pages(node: Node) -> None:
+def test_many_threads_each_get_their_own_pages(node: Node) -> None:
     pool = MHAHostPool(pages=64)
     pool.fill(9)
     storage = attached(node.target, pool)

@@ -64,7 +64,7 @@ def test_a_length_must_suit_every_pool() -> None:
     assert usable(0, [found("", ALL)]) == []
 
 
-def test_pages_of_several_pools_come_back_each_into_its_own(node: Node) -> None:
+def test_pages_of_several_pools_are_loaded_each_into_its_own(node: Node) -> None:
     kv, swa, mamba = MHAHostPool(), MHAHostPool(), MLAHostPool(layers=5)
     pools = {PoolName.KV: kv, PoolName.SWA: swa, PoolName.MAMBA: mamba}
     for seed, pool in enumerate(pools.values()):
@@ -100,7 +100,7 @@ def test_pages_of_several_pools_come_back_each_into_its_own(node: Node) -> None:
     storage.close()
 
 
-def test_a_pool_that_was_not_registered_or_has_other_indices_is_a_miss(node: Node) -> None:
+def test_an_unregistered_pool_or_one_with_other_indices_is_a_miss(node: Node) -> None:
     kv = MHAHostPool()
     storage = attached(node.target, kv)
     storage.batch_set_v1(["alone"], kv.indices(0))
@@ -114,7 +114,7 @@ def test_a_pool_that_was_not_registered_or_has_other_indices_is_a_miss(node: Nod
     storage.close()
 
 
-def test_a_sharded_pool_beside_a_latent_has_one_name_per_rank(node: Node) -> None:
+def test_a_sharded_pool_with_a_latent_has_one_name_per_rank(node: Node) -> None:
     ranks = []
     for rank in range(2):
         latent, state, draft = MLAHostPool(), MLAHostPool(), MHAHostPool()

@@ -96,7 +96,7 @@ def test_a_chat_of_three_turns_resumes_bit_for_bit(node: NodeProcess, kind: str,
     assert torch.equal(_run(model, tokens, back.cache), _run(model, tokens, live))
 
 
-def test_a_conversation_resumes_over_tls_by_a_token_file(guarded: GuardedNode) -> None:
+def test_a_conversation_resumes_over_tls_with_a_token_file(guarded: GuardedNode) -> None:
     model, tokens = _model("full"), _tokens(100)
     live = DynamicCache(config=model.config)
     _run(model, tokens, live)
@@ -109,8 +109,8 @@ def test_a_conversation_resumes_over_tls_by_a_token_file(guarded: GuardedNode) -
     assert _same(back.cache, live)
 
 
-def test_a_conversation_is_erased_with_its_user_and_the_node_may_begin_to_encrypt(tmp_path: Path) -> None:
-    """On a node that encrypts each user's blocks are their own, unless the settings ask for `shared`."""
+def test_a_conversation_is_erased_with_its_user_and_the_node_may_start_to_encrypt(tmp_path: Path) -> None:
+    """On a node that encrypts, each user's blocks are their own, unless the settings ask for `shared`."""
     model, tokens = _model("full"), _tokens(100)
     live = DynamicCache(config=model.config)
     _run(model, tokens, live)
@@ -155,7 +155,7 @@ def _until_saved(chat: Any, live: Any, tokens: Any) -> None:
         time.sleep(0.1)
 
 
-def test_an_unchanged_conversation_sends_nothing_and_a_turn_what_is_new(node: NodeProcess) -> None:
+def test_an_unchanged_conversation_sends_nothing_and_a_turn_only_new_blocks(node: NodeProcess) -> None:
     model, tokens = _model("full"), _tokens(150)
     cache = DynamicCache(config=model.config)
     with CacheStore(node.target, model) as store:
@@ -169,7 +169,7 @@ def test_an_unchanged_conversation_sends_nothing_and_a_turn_what_is_new(node: No
 
 
 @pytest.mark.parametrize("kind", ["full", "mixed"])
-def test_an_edited_prompt_keeps_what_stands_before_the_edit(node: NodeProcess, kind: str) -> None:
+def test_an_edited_prompt_keeps_the_prefix_before_the_edit(node: NodeProcess, kind: str) -> None:
     model, tokens = _model(kind), _tokens(200)
     cache = DynamicCache(config=model.config)
     with CacheStore(node.target, model, block_tokens=16) as store:
@@ -196,7 +196,7 @@ def test_an_edited_prompt_keeps_what_stands_before_the_edit(node: NodeProcess, k
         assert chat.resume(tokens).tokens == (96 if kind == "full" else 64)
 
 
-def test_other_weights_see_nothing_of_it(node: NodeProcess) -> None:
+def test_other_weights_share_nothing(node: NodeProcess) -> None:
     tokens = _tokens(100)
     for seed in (1, 2):
         model = _model("full", seed)
@@ -220,7 +220,7 @@ def test_one_token_is_always_left_to_compute(node: NodeProcess) -> None:
         assert chat.resume(tokens).tokens == 64
 
 
-def test_a_block_that_is_gone_leaves_the_prefix_before_it(node: NodeProcess) -> None:
+def test_a_missing_block_leaves_the_prefix_before_it(node: NodeProcess) -> None:
     model, tokens = _model("full"), _tokens(300)
     cache = DynamicCache(config=model.config)
     _run(model, tokens[:, :256], cache)
@@ -239,7 +239,9 @@ def test_a_block_that_is_gone_leaves_the_prefix_before_it(node: NodeProcess) -> 
         assert torch.allclose(back.cache.layers[0].keys, cache.layers[0].keys, atol=1e-4)
 
 
-def test_without_a_fabric_it_goes_inside_grpc(node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_fabric_blocks_are_sent_over_grpc(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def none(*_: object) -> None:
         raise FabricUnavailable("there is none")
 
@@ -255,7 +257,7 @@ def test_without_a_fabric_it_goes_inside_grpc(node: NodeProcess, monkeypatch: py
     assert _same(back.cache, cache)
 
 
-def test_a_dead_node_costs_a_miss_and_raises_nothing(tmp_path: Path) -> None:
+def test_a_dead_node_is_a_miss_and_raises_nothing(tmp_path: Path) -> None:
     model, tokens = _model("full"), _tokens(100)
     cache = DynamicCache(config=model.config)
     _run(model, tokens[:, :80], cache)
@@ -276,7 +278,7 @@ def test_a_dead_node_costs_a_miss_and_raises_nothing(tmp_path: Path) -> None:
             assert time.monotonic() - begun_s < 30
 
 
-def test_a_node_that_stands_still_in_a_put_never_stores_what_came_into_the_memory_later(
+def test_a_node_stopped_during_a_put_never_stores_later_contents_of_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moving, "_TIMEOUT_S", 1.0)
@@ -328,7 +330,7 @@ def test_a_sequence_of_another_model_is_refused(node: NodeProcess) -> None:
             chat.save(DynamicCache([(layer.keys.half(), layer.values) for layer in cache.layers]), tokens)
 
 
-def test_with_rules_a_returning_user_s_kv_is_read_ahead_and_the_same_bytes_come(node: NodeProcess) -> None:
+def test_with_rules_a_returning_users_kv_is_prefetched_and_identical(node: NodeProcess) -> None:
     model, tokens = _model("full"), _tokens(120)
     live = DynamicCache(config=model.config)
     _run(model, tokens[:, :100], live)

@@ -41,7 +41,7 @@ def _computed(kind: str, count: int) -> tuple[Any, Any, DynamicCache]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["full", "sliding", "mixed"])
-def test_what_a_device_saves_is_resumed_bit_for_bit_by_a_device_and_by_the_cpu(
+def test_kv_saved_by_a_device_is_resumed_bit_for_bit_by_a_device_and_by_the_cpu(
     node: NodeProcess, kind: str, dtype: Any
 ) -> None:
     model, tokens = _model(kind, dtype=dtype), _tokens(300)
@@ -72,10 +72,10 @@ def _copy(cache: Any, model: Any) -> Any:
     return copied
 
 
-def test_what_the_cpu_saved_is_resumed_by_a_device_in_several_parts(
+def test_kv_saved_by_the_cpu_is_resumed_by_a_device_in_several_parts(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory is used again and again, each time only after the copies out of it are done."""
+    """The memory is reused, each time only after the copies out of it are done."""
     model, tokens, live = _computed("mixed", 300)
     with CacheStore(node.target, model, block_tokens=16) as store:
         assert store.session("ada", "parts").save(live, tokens).error is None
@@ -118,8 +118,8 @@ def test_puts_are_armed_before_the_copies_and_fired_by_the_device(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_copies_come_after_what_computes_their_source_and_before_what_writes_it_anew(seed: int) -> None:
-    """Streams run in any order that their events allow: what the model's stream does is queued here by hand."""
+def test_copies_run_after_their_source_is_computed_and_before_it_is_overwritten(seed: int) -> None:
+    """Streams run in any order that their events allow: the test queues the model's stream by hand."""
     shapes = CacheStore("127.0.0.1:9", _model("full"), block_tokens=16, weights="w").shapes
     some = list(pieces(shapes, list(range(32)), [32]))
     k, v = (torch.zeros(1, 2, 32, 16) for _ in range(2))
@@ -152,7 +152,7 @@ def test_copies_come_after_what_computes_their_source_and_before_what_writes_it_
     copies.close()
 
 
-def test_copies_of_a_load_come_after_earlier_work_on_their_target_and_before_later_work() -> None:
+def test_copies_of_a_load_run_after_earlier_work_on_their_target_and_before_later_work() -> None:
     device = HostDevice()
     source, target = mmap.mmap(-1, 4096), bytearray(4096)
     copies = device_copies.DeviceCopies(device, source)
@@ -194,7 +194,7 @@ class _Refusing(HostDevice):
         super().copy(stream, copies)
 
 
-def test_a_device_that_refuses_stores_nothing_and_resumes_nothing_and_the_chat_goes_on(
+def test_a_refusing_device_stores_and_resumes_nothing_and_the_chat_continues(
     node: NodeProcess,
 ) -> None:
     model, tokens, live = _computed("full", 100)
@@ -216,7 +216,7 @@ def test_a_device_that_refuses_stores_nothing_and_resumes_nothing_and_the_chat_g
         assert _same(chat.resume(_tokens(101)).cache, live)
 
 
-def test_memory_is_not_used_again_while_a_copy_into_it_is_pending(
+def test_memory_is_not_reused_while_a_copy_into_it_is_pending(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moving, "_TIMEOUT_S", 0.2)

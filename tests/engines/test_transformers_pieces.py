@@ -79,7 +79,7 @@ def test_split_data_is_joined_exactly(seed: int, dtype: object) -> None:
             assert all(torch.equal(a[:, :, begin:end], b) for a, b in zip(expected, got, strict=True))
 
 
-def test_other_tokens_have_other_keys_from_there_on() -> None:
+def test_different_tokens_give_different_keys_from_there_on() -> None:
     shapes = _shapes(torch.Generator().manual_seed(3), torch.float32)
     tokens = list(range(100))
     other = [*tokens[:20], 7, *tokens[21:]]

@@ -57,7 +57,7 @@ def test_every_turn_is_the_same_cold_and_warm(engine: Engine, chats: Chats) -> N
     assert check_digests(engine) > 0
 
 
-def test_the_engines_own_cache_and_ours_go_together(engine: Engine, chats: Chats) -> None:
+def test_the_engines_own_cache_and_ours_work_together(engine: Engine, chats: Chats) -> None:
     engine.forget()
     chats.check(engine, range(1))  # the first turn is in the engine's cache now, the rest on the node only
     hit = engine.count("hit_tokens")
@@ -109,14 +109,16 @@ def test_a_users_data_is_erased_with_their_domain(place: Path, model: Path, chat
     assert "erase domain" not in engine.log()
 
 
-def test_on_a_node_that_does_not_encrypt_a_domain_is_not_saved(engine: Engine, chats: Chats) -> None:
+def test_on_a_node_without_encryption_requests_with_a_domain_are_not_saved(
+    engine: Engine, chats: Chats
+) -> None:
     assert engine.say(chats.last, tokens=24, domain="ada").answers == chats.answers[-1]
     engine.forget()
     assert engine.say(chats.last, tokens=24, domain="ada").cached == 0
     assert "--master-key" in engine.log()
 
 
-def test_a_small_engine_under_pressure_and_another_one_share_a_node(
+def test_a_small_engine_under_pressure_shares_a_node_with_another(
     place: Path, model: Path, node: Node, engine: Engine, chats: Chats
 ) -> None:
     extra = {"load": "sync"}
@@ -158,7 +160,7 @@ def test_a_new_process_and_a_restarted_node(
         check_digests(new)
 
 
-def test_the_node_is_killed_in_the_middle_and_comes_back(node: Node, engine: Engine, chats: Chats) -> None:
+def test_the_node_is_killed_in_the_middle_and_returns(node: Node, engine: Engine, chats: Chats) -> None:
     def kill_and_restart() -> None:
         for _ in range(3):
             started.wait(10)
@@ -232,7 +234,7 @@ def test_blocks_that_are_found_and_never_arrive_are_computed(
         assert engine.count("missing_blocks") > 0
 
 
-def test_when_loads_fail_at_random_every_stored_page_is_a_clean_engines(
+def test_when_loads_fail_at_random_every_stored_page_equals_a_clean_engines(
     place: Path, model: Path, chats: Chats
 ) -> None:
     folder = place / "lossy"
@@ -259,7 +261,9 @@ def test_when_loads_fail_at_random_every_stored_page_is_a_clean_engines(
     assert len(stored) > 60  # of one a block
 
 
-def test_without_a_fabric_blocks_go_inside_grpc(place: Path, model: Path, node: Node, chats: Chats) -> None:
+def test_without_a_fabric_blocks_are_sent_over_grpc(
+    place: Path, model: Path, node: Node, chats: Chats
+) -> None:
     with Engine(place, "inline", model, node.target, extra={"transport": "grpc"}) as inline:
         chats.check(inline)
         inline.forget()
@@ -269,7 +273,7 @@ def test_without_a_fabric_blocks_go_inside_grpc(place: Path, model: Path, node: 
         assert "over gRPC" in inline.log()
 
 
-def test_a_node_that_is_not_there_changes_nothing(place: Path, model: Path, chats: Chats) -> None:
+def test_an_absent_node_changes_nothing(place: Path, model: Path, chats: Chats) -> None:
     with Engine(place, "alone", model, "127.0.0.1:9") as alone:
         chats.check(alone)
         assert alone.count("stored_blocks") == 0
@@ -280,7 +284,7 @@ def _memory_files() -> set[Path]:
     return set(Path("/dev/shm").glob("triggerkv-*"))
 
 
-def test_the_offloading_spec_says_the_same_and_hits_in_a_new_process(
+def test_the_offloading_spec_gives_the_same_output_and_hits_in_a_new_process(
     place: Path, model: Path, node: Node, chats: Chats
 ) -> None:
     before = _memory_files()
@@ -301,7 +305,7 @@ def test_the_offloading_spec_says_the_same_and_hits_in_a_new_process(
 
 
 @pytest.mark.parametrize(("transfer", "extra"), [(None, {}), (SPEC, SPEC_EXTRA)], ids=["connector", "spec"])
-def test_a_new_process_hits_over_tls_by_a_token_file(
+def test_a_new_process_hits_over_tls_with_a_token_file(
     place: Path,
     model: Path,
     guarded: GuardedNode,
@@ -326,7 +330,7 @@ def test_a_new_process_hits_over_tls_by_a_token_file(
         assert "Traceback" not in engine.log()
 
 
-def test_the_offloading_spec_goes_on_without_its_node(
+def test_the_offloading_spec_continues_without_its_node(
     place: Path, model: Path, node: Node, chats: Chats
 ) -> None:
     with Engine(place, "spec killed", model, node.target, transfer=SPEC, extra=SPEC_EXTRA) as engine:
@@ -340,7 +344,7 @@ def test_the_offloading_spec_goes_on_without_its_node(
         assert "Traceback" not in engine.log()
 
 
-def test_layers_with_a_window_and_layers_without(place: Path, gemma: tuple[Path, Chats], node: Node) -> None:
+def test_layers_with_and_without_a_window(place: Path, gemma: tuple[Path, Chats], node: Node) -> None:
     model, chats = gemma
     with Engine(place, "gemma", model, node.target) as engine:
         chats.check(engine)

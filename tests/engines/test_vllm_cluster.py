@@ -35,7 +35,7 @@ def all_is_on_two(nodes: list[Node]) -> bool:
 def test_a_node_is_killed_in_the_middle_of_conversations_and_replaced(
     place: Path, model: Path, chats: Chats, tmp_path: Path, way: str
 ) -> None:
-    """They go on with hits, and say the same; and nobody does anything for all to be on two nodes again."""
+    """They continue with hits and the same output; all blocks return to two nodes without intervention."""
     with ExitStack() as stack:
         etcd = stack.enter_context(RealEtcd(tmp_path / "etcd"))
         of_cluster = ("--cluster", f"{etcd.endpoints[0]}/chats", "--cluster-replicas", "2")
@@ -73,7 +73,7 @@ def test_a_node_is_killed_in_the_middle_of_conversations_and_replaced(
 
 
 def test_the_offloading_spec_keeps_chunks_on_two_nodes(model: Path, chats: Chats, tmp_path: Path) -> None:
-    """No etcd: these nodes are known by their names alone."""
+    """Without etcd: these nodes are only configured."""
     with ExitStack() as stack:
         nodes = [stack.enter_context(Node(tmp_path / f"node{number}")) for number in range(3)]
         engine = stack.enter_context(

@@ -215,7 +215,7 @@ def hold(
 
 
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + RUNS))
-def test_ten_conversations_and_all_their_pages_are_right_whatever_happens(
+def test_ten_conversations_and_all_their_pages_are_correct_whatever_happens(
     tmp_path: Path,
     model: Path,
     reference: Reference,

@@ -51,7 +51,7 @@ def test_the_recipe_for_vllm_s_connector(tmp_path: Path, model: Path, node: Node
 
 @pytest.mark.timeout(240)
 def test_the_recipe_for_a_tier(tmp_path: Path, model: Path, node: Node) -> None:
-    """It stands there as it is; but vLLM's worker would copy by CUDA, and another one takes its place."""
+    """As printed; but vLLM's worker would copy with CUDA, and another one takes its place."""
     for_gpus = '"cpu_bytes_to_use": 1 << 30,'
     for_cpus = '"spec_name": "CpuTieringSpec", "spec_module_path": "tests.engines.cpu_pool",' + for_gpus
     program = recipe('"TriggerKvTieringConnector"', node)

@@ -54,8 +54,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
         yield [one, two]
 
 
-def test_ours_twice_beside_each_other(place: Path, model: Path, nodes: list[Node], chats: Chats) -> None:
-    """One loads beside the steps, the other inside them; both store all, and either is enough."""
+def test_our_connector_twice_side_by_side(place: Path, model: Path, nodes: list[Node], chats: Chats) -> None:
+    """One loads in the background, the other within steps; both store everything, and either is enough."""
     one, two = nodes
     transfer = several(ours(one.target, load="async"), ours(two.target, load="sync"))
     with Engine(place, "twice", model, kv_transfer_config=transfer) as engine:
@@ -70,7 +70,7 @@ def test_ours_twice_beside_each_other(place: Path, model: Path, nodes: list[Node
         assert "Traceback" not in engine.log()
 
 
-def test_ours_beside_another_s(
+def test_our_connector_with_another_one(
     place: Path, model: Path, nodes: list[Node], chats: Chats, tmp_path: Path
 ) -> None:
     example = BOTH | {
@@ -123,7 +123,7 @@ def filled(place: Path, model: Path, nodes: list[Node], chats: Chats) -> Node:
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_without_the_fabric_that_it_has_to_have_an_engine_computes(
+def test_without_its_required_fabric_an_engine_computes(
     place: Path, model: Path, filled: Node, chats: Chats, load: str
 ) -> None:
     extra = {"transport": "fabric", "provider": "no such provider", "load": load}
@@ -134,7 +134,7 @@ def test_without_the_fabric_that_it_has_to_have_an_engine_computes(
         assert "Traceback" not in engine.log()
 
 
-def test_the_header_x_session_id_alone_makes_a_session(place: Path, model: Path, nodes: list[Node]) -> None:
+def test_the_header_x_session_id_suffices_for_a_session(place: Path, model: Path, nodes: list[Node]) -> None:
     """With vLLM's own HTTP server, whose engine is another process; in a MultiConnector, which needs our name there."""
     _, node = nodes
     prompt = [number % 900 + 5 for number in range(100)]

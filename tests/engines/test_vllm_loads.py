@@ -123,7 +123,7 @@ def test_a_request_that_fails_for_its_load_leaves_nothing_wrong_behind(
     assert engine.check_pages(node, held(engine)) >= 9 * LAYERS
 
 
-def test_a_request_that_shares_blocks_still_loading_waits_for_the_next_step(
+def test_a_request_that_shares_blocks_still_being_loaded_waits_for_the_next_step(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     node = stored(monkeypatch, folder, PREFIX)
@@ -179,7 +179,7 @@ def test_an_engine_that_plans_ahead_waits_for_no_load(
     assert engine.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
-def test_a_forward_pass_that_ends_in_the_middle_saves_nothing(
+def test_a_forward_pass_interrupted_in_the_middle_saves_nothing(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     node = FakeNode()
@@ -206,7 +206,7 @@ def test_blocks_without_room_for_a_copy_are_skipped_and_counted(
     assert engine.count("skipped_pages") >= 9 * LAYERS
 
 
-def test_blocks_that_another_connector_promised_and_did_not_bring_poison_nothing(
+def test_blocks_that_another_connector_promised_and_did_not_deliver_poison_nothing(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     node = FakeNode()
@@ -279,10 +279,10 @@ def test_blocks_of_the_engines_own_cache_wait_for_no_answer_and_are_saved_only_i
     assert engine.check_pages(node, held(engine)) == (11 - stored_blocks) * LAYERS
 
 
-def test_a_turn_that_ends_before_the_answer_has_the_blocks_that_the_engine_had(
+def test_a_turn_that_ends_before_the_answer_has_the_engines_blocks(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    """With fewer blocks it would cut the session."""
+    """With fewer blocks it would truncate the session."""
     engine = Pretend(monkeypatch, folder, FakeNode())
     blocks: list[int] = []
     engine.scheduling._turns = SimpleNamespace(
@@ -296,7 +296,7 @@ def test_a_turn_that_ends_before_the_answer_has_the_blocks_that_the_engine_had(
     assert blocks == [9, 8]
 
 
-def test_a_node_that_takes_nothing_holds_up_no_step(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_a_node_that_accepts_nothing_delays_no_step(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     node = FakeNode()
     engine = Pretend(monkeypatch, folder, node, blocks=24)
     goes_on, is_waited_for = threading.Event(), []
@@ -322,10 +322,10 @@ def test_a_node_that_takes_nothing_holds_up_no_step(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("load", LOADS)
-def test_under_random_failures_every_stored_page_is_a_clean_engines(
+def test_under_random_failures_every_stored_page_equals_a_clean_engines(
     monkeypatch: pytest.MonkeyPatch, folder: Path, load: str, *, beside: bool
 ) -> None:
-    """Prefixes that are shared, prompts in parts, preemption, aborts, engines that follow one another."""
+    """With shared prefixes, chunked prompts, preemption, aborts, and engines that follow one another."""
     lost = pages = preempted = 0
     for seed in range(12):
         dice = random.Random(seed)

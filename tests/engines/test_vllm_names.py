@@ -190,7 +190,7 @@ def named(adapters: Path) -> dict[str, list[str] | str]:
 _NOBODYS = ("lora unknown", "chunk reset")
 
 
-def test_every_process_names_alike(adapters: Path, named: dict[str, list[str] | str]) -> None:
+def test_every_process_makes_the_same_names(adapters: Path, named: dict[str, list[str] | str]) -> None:
     other = _named(adapters, "2")
     for what in _NOBODYS:
         assert other.pop(what) != named[what]
@@ -213,12 +213,12 @@ def test_a_name_depends_on_everything_that_determines_the_kv(
 
 
 @pytest.mark.parametrize("what", ["later tokens", "late image"])
-def test_later_events_do_not_change_earlier_ones(what: str, named: dict[str, list[str] | str]) -> None:
+def test_later_events_do_not_change_earlier_names(what: str, named: dict[str, list[str] | str]) -> None:
     assert named[what][0] == named["chain"][0]
     assert named[what][1] != named["chain"][1]
 
 
-def test_a_name_does_not_depend_on_what_is_not_in_it(named: dict[str, list[str] | str]) -> None:
+def test_a_name_depends_on_nothing_else(named: dict[str, list[str] | str]) -> None:
     assert named["longer"] == named["chain"]
     assert named["lora moved"] == named["lora"]
 
@@ -255,11 +255,11 @@ def test_engines_that_differ_in_one_thing_share_no_name(what: str, named: dict[s
     assert not set(named[what]) & set(named["ident"])
 
 
-def test_drafts_are_told_apart_by_their_weights(named: dict[str, list[str] | str]) -> None:
+def test_drafts_are_distinguished_by_their_weights(named: dict[str, list[str] | str]) -> None:
     assert not set(named["draft"]) & set(named["other draft"])
 
 
-def test_weights_are_known_by_their_content_or_their_commit(named: dict[str, list[str] | str]) -> None:
+def test_weights_are_identified_by_their_content_or_their_commit(named: dict[str, list[str] | str]) -> None:
     assert not set(named["found"]) & set(named["found other"])
     assert not set(named["on a hub"]) & set(named["other commit"])
     assert named["in the cache"] == "commit " + "e" * 40
@@ -267,11 +267,11 @@ def test_weights_are_known_by_their_content_or_their_commit(named: dict[str, lis
 
 
 @pytest.mark.parametrize("what", ["not found", "branch"])
-def test_weights_that_are_not_known_are_to_be_named(what: str, named: dict[str, list[str] | str]) -> None:
+def test_unidentified_weights_must_be_named(what: str, named: dict[str, list[str] | str]) -> None:
     assert "set `weights`" in str(named[what])
 
 
-def test_an_offloadingspec_tells_adapters_apart_by_their_content(
+def test_an_offloadingspec_distinguishes_adapters_by_their_content(
     named: dict[str, list[str] | str],
 ) -> None:
     assert named["chunk lora"] == named["chunk lora moved"]
@@ -282,11 +282,11 @@ def test_an_offloadingspec_finds_nothing_from_before_a_reset(named: dict[str, li
     assert named["chunk reset"] != named["chunk"]
 
 
-def test_a_token_that_is_taken_back_is_in_no_name(named: dict[str, list[str] | str]) -> None:
+def test_a_withdrawn_token_is_in_no_name(named: dict[str, list[str] | str]) -> None:
     assert named["fed in parts"] == named["tokens fed"]
 
 
-def test_ranks_have_one_layout_and_pages_of_their_own(named: dict[str, list[str] | str]) -> None:
+def test_ranks_have_one_layout_and_their_own_pages(named: dict[str, list[str] | str]) -> None:
     one, other = named["rank 0 of 2"], named["rank 1 of 2"]
     assert one[:2] == other[:2]
     assert not set(one[2:]) & set(other[2:])
@@ -298,7 +298,5 @@ def test_a_block_without_a_name_is_not_stored(what: str, named: dict[str, list[s
 
 
 @pytest.mark.parametrize("what", ["latent", "no prefix cache"])
-def test_blocks_that_the_platform_can_compute_from_are_stored(
-    what: str, named: dict[str, list[str] | str]
-) -> None:
+def test_blocks_that_the_platform_can_use_are_stored(what: str, named: dict[str, list[str] | str]) -> None:
     assert not isinstance(named[what], str)

@@ -50,7 +50,7 @@ def objects_of_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     return 3 if request.param == 3 * PAGE else 1
 
 
-def test_a_block_is_one_object_or_some_of_no_more_than_their_bound(objects_of_block: int) -> None:
+def test_a_block_is_one_object_or_several_within_their_bound(objects_of_block: int) -> None:
     one = group()
     assert [len(run) for run in one.runs] == ([3, 3, 1] if objects_of_block == 3 else [LAYERS])
     assert [layer for run in one.runs for layer in run] == list(range(LAYERS))
@@ -76,7 +76,7 @@ def test_blocks_of_pages_or_other_runs_have_other_names(
             assert keys & others <= last_of_two_and_three, "the same layers, and so the same bytes"
 
 
-def test_blocks_come_back_where_they_belong(objects_of_block: int) -> None:
+def test_blocks_return_to_their_places(objects_of_block: int) -> None:
     node = FakeNode()
     memory = KvMemory(caches(1), [group()], 0, BLOCKS)
     saves = FakeTransport(node, memory).saves

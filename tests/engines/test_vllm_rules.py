@@ -66,7 +66,7 @@ def _blocks(chat: Session) -> int:
         return 0
 
 
-def test_a_turn_whose_rule_prefetches_is_read_ahead_and_loaded_and_the_rule_counts_it(
+def test_a_turn_whose_rule_prefetches_is_prefetched_and_loaded_and_counted_by_the_rule(
     engine: Engine, client: Client
 ) -> None:
     chat, prompt = client.session("ada", "read ahead"), [9, *PROMPT]
@@ -133,9 +133,7 @@ def test_requests_of_others_are_loaded_and_saved_as_without_rules(engine: Engine
     assert engine.counts()["vllm:triggerkv_rule_hits everybody"] >= 2
 
 
-def test_a_file_of_rules_that_says_nothing_sensible_ends_the_start_with_its_line(
-    place: Path, model: Path, node: Node
-) -> None:
+def test_an_invalid_file_of_rules_ends_the_start_with_its_line(place: Path, model: Path, node: Node) -> None:
     rules = place / "wrong.toml"
     rules.write_text('[[rule]]\nsource = "10.0.0.7&10.0.0.0"\nactions = ["fetch"]\n')
     with (

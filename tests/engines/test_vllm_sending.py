@@ -61,14 +61,14 @@ def test_a_late_put_is_ended_before_its_memory_is_reused() -> None:
     assert [one.abandoned for one in client.puts] == [1, 1]
 
 
-def test_puts_of_ours_that_have_the_slots_are_waited_for() -> None:
+def test_our_own_puts_that_hold_the_slots_are_awaited() -> None:
     client = FakeClient(room=1)
     sent = sender(client).send(PAGES)
     assert len(client.puts) == 2
     assert sent.outcome(0) == [True] * 8
 
 
-def test_a_node_that_is_full_of_others_is_not_waited_for() -> None:
+def test_a_node_full_of_others_puts_is_not_awaited() -> None:
     assert sender(FakeClient(room=0)).send(PAGES).outcome(0) == [False] * 8
 
 
@@ -81,7 +81,7 @@ def test_blocks_that_the_node_had_count_as_stored_and_were_not_sent() -> None:
 
 
 def test_no_more_is_armed_than_one_node_has_slots_for() -> None:
-    """Of several nodes one that had none left would not get its copies, and the others would: nobody is refused."""
+    """Of several nodes, one without free slots would not get its copies, and the others would."""
     client = FakeClient()
     two = sender(client)
     two.send(PAGES)
@@ -114,7 +114,7 @@ def test_a_refusal_of_all_domains_is_logged_once(
     assert words in line.getMessage()
 
 
-def test_a_request_goes_where_it_says_and_otherwise_where_the_settings_say() -> None:
+def test_a_request_uses_its_own_user_or_else_that_of_the_settings() -> None:
     def of(default: bytes, **given: Any) -> bytes:
         return domain_named(SimpleNamespace(kv_transfer_params=given or None), default)
 

@@ -148,12 +148,12 @@ def told() -> dict[str, Any]:
     return found
 
 
-def test_a_worker_that_cannot_load_ends_only_loads_that_run_beside_steps(told: dict[str, Any]) -> None:
-    """The engine's scheduler ends on an assertion if a load that its step waited for is said to have ended."""
+def test_a_worker_that_cannot_load_ends_only_loads_in_the_background(told: dict[str, Any]) -> None:
+    """The scheduler fails an assertion if a load that its step waited for is reported as ended."""
     assert told["absent"] == [[["r"], [5]], [[], [5]]]
 
 
-def test_a_producer_asks_for_nothing_and_a_consumer_saves_nothing(told: dict[str, Any]) -> None:
+def test_a_producer_requests_nothing_and_a_consumer_saves_nothing(told: dict[str, Any]) -> None:
     assert told["both"] == [[64, True], 3, ["arrived", "asked", "finished"]]
     assert told["producer"] == [[0, False], 3, ["finished"]]
     assert told["consumer"] == [[64, True], 0, ["arrived", "asked"]]
@@ -162,7 +162,7 @@ def test_a_producer_asks_for_nothing_and_a_consumer_saves_nothing(told: dict[str
 def test_a_step_waits_for_one_load_that_is_a_short_copy_while_nothing_else_is_computed(
     told: dict[str, Any],
 ) -> None:
-    """Not for a second one, one from elsewhere, one beside a request that decodes, or a long one."""
+    """Not for a second load, a remote one, one beside a decoding request, or a long one."""
     assert told["waits"] == [[False, True], [True], [True], [True], [True, True]]
 
 
@@ -170,17 +170,17 @@ def test_roles_hold_for_chunks_too(told: dict[str, Any]) -> None:
     assert told["managers"] == [["", 1], ["MISS", 1], ["", 0]]
 
 
-def test_a_session_that_names_no_user_is_the_anonymous_user_s(told: dict[str, Any]) -> None:
+def test_a_session_without_a_user_is_the_anonymous_users(told: dict[str, Any]) -> None:
     assert told["sessions"] == [["ada", "s"], ["anonymous", "h"], ["ada", "h"], ["anonymous", "s"], None]
 
 
-def test_all_kv_of_a_user_is_prefetched_and_of_the_anonymous_one_the_session_alone(
+def test_all_kv_of_a_user_is_prefetched_and_only_the_session_of_the_anonymous_one(
     told: dict[str, Any],
 ) -> None:
     assert told["prefetched"] == [["user"], [["session", "anonymous", "s"]], [], [], []]
 
 
-def test_our_connectors_have_names_however_often_they_are_given(told: dict[str, Any]) -> None:
+def test_our_connectors_have_names_however_often_they_are_configured(told: dict[str, Any]) -> None:
     assert told["connectors"] == [
         "TriggerKvConnector",
         "TriggerKvOffloadingConnector",
@@ -188,7 +188,7 @@ def test_our_connectors_have_names_however_often_they_are_given(told: dict[str, 
     ]
 
 
-def test_a_spec_that_is_not_told_its_model_does_not_start(told: dict[str, Any]) -> None:
+def test_a_spec_without_its_model_does_not_start(told: dict[str, Any]) -> None:
     assert "TriggerKvOffloadingConnector" in told["plain"]
 
 

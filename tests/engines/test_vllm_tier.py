@@ -75,7 +75,7 @@ def test_every_turn_is_the_same_and_comes_from_the_node_when_the_pool_is_empty(
     assert check_digests(engine) > 50
 
 
-def test_when_loads_fail_at_random_every_stored_chunk_is_a_clean_engines(
+def test_when_loads_fail_at_random_every_stored_chunk_equals_a_clean_engines(
     model: Path, node: Node, engine: Engine, chats: Chats, tmp_path: Path
 ) -> None:
     chats.check(engine)
@@ -113,7 +113,7 @@ def test_a_salt_separates(engine: Engine, chats: Chats) -> None:
     assert engine.say(chats.last, tokens=24, salt="of one").cached > 0
 
 
-def test_a_small_engine_under_pressure_and_another_one_share_a_node(
+def test_a_small_engine_under_pressure_shares_a_node_with_another(
     place: Path, model: Path, node: Node, engine: Engine, chats: Chats
 ) -> None:
     small = {"pool_bytes": SMALL_POOL_BYTES, "num_gpu_blocks_override": SMALL_BLOCKS}
@@ -137,7 +137,7 @@ def test_a_small_engine_under_pressure_and_another_one_share_a_node(
     assert {line.split()[2] for line in lines if line.startswith("event ")} == {"STORAGE"}
 
 
-def test_a_prompt_that_is_longer_than_the_pool_is_answered(
+def test_a_prompt_longer_than_the_pool_is_answered(
     place: Path, model: Path, node: Node, engine: Engine, chats: Chats
 ) -> None:
     chats.check(engine, range(3, 4))  # the node has all of it
@@ -149,7 +149,7 @@ def test_a_prompt_that_is_longer_than_the_pool_is_answered(
             assert said.cached == 6 * 32  # a quarter is left for what waits to be stored
 
 
-def test_the_node_is_killed_in_the_middle_and_comes_back(node: Node, engine: Engine, chats: Chats) -> None:
+def test_the_node_is_killed_in_the_middle_and_returns(node: Node, engine: Engine, chats: Chats) -> None:
     def kill_and_restart() -> None:
         for _ in range(2):
             started.wait(10)
@@ -212,7 +212,7 @@ def test_a_new_process_and_a_restarted_node(
         assert "over gRPC" in new.log()
 
 
-def test_a_node_that_is_stopped_or_not_there_changes_nothing(
+def test_a_stopped_or_absent_node_changes_nothing(
     place: Path, model: Path, chats: Chats, tmp_path: Path
 ) -> None:
     times = {"lookup_timeout_ms": 200, "load_timeout_ms": 2_000, "save_timeout_ms": 2_000}
@@ -228,7 +228,7 @@ def test_a_node_that_is_stopped_or_not_there_changes_nothing(
         assert "Traceback" not in engine.log()
 
 
-def test_of_three_nodes_one_is_killed_in_the_middle_and_nothing_is_computed_again(
+def test_one_of_three_nodes_is_killed_in_the_middle_and_nothing_is_computed_again(
     place: Path, model: Path, chats: Chats, tmp_path: Path
 ) -> None:
     """Each chunk is on two of them."""
@@ -264,10 +264,10 @@ def test_blocks_stored_over_tls_with_a_token_file_are_found(
         assert "Traceback" not in engine.log()
 
 
-def test_an_adapter_is_known_by_its_bytes_in_a_new_process_too(
+def test_an_adapter_is_identified_by_its_bytes_in_a_new_process_too(
     place: Path, model: Path, node: Node, chats: Chats, tmp_path: Path
 ) -> None:
-    """By vLLM's own hash it is known by its name and its path, which are the same when it has been trained again."""
+    """VLLM's own hash identifies it by name and path, which stay the same when it is trained again."""
     one, other = (make_adapter(tmp_path / name, seed) for seed, name in enumerate(("one", "other")))
 
     def say(engine: Engine, adapter: Path | None) -> tuple[list[list[int]], int]:
@@ -292,7 +292,7 @@ def test_an_adapter_is_known_by_its_bytes_in_a_new_process_too(
         assert cached > 0
 
 
-def test_layers_with_a_window_and_layers_without(place: Path, gemma: tuple[Path, Chats], node: Node) -> None:
+def test_layers_with_and_without_a_window(place: Path, gemma: tuple[Path, Chats], node: Node) -> None:
     model, chats = gemma
     with start(place, "gemma", model, node.target) as engine:
         chats.check(engine)

@@ -117,7 +117,7 @@ def keys(what: str, count: int, first: int = 0) -> list[bytes]:
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 9 << 20])
-def test_stored_blocks_come_back_and_missing_ones_are_distinguished(
+def test_stored_blocks_are_loaded_and_missing_ones_are_distinguished(
     node: Node, transport: str, chunk_bytes: int
 ) -> None:
     what = f"{transport} {chunk_bytes}"
@@ -152,8 +152,8 @@ def test_a_block_that_did_not_arrive_is_not_promised_again(node: Node) -> None:
     one.tier.shutdown()
 
 
-def test_a_chunk_comes_once_for_a_request(node: Node) -> None:
-    """What a request has got and asks for again, the pool has evicted, to make room for the rest of the same prompt."""
+def test_a_chunk_is_loaded_once_for_a_request(node: Node) -> None:
+    """A chunk requested again was evicted from the pool, to make room for the rest of the same prompt."""
     one = Tier(node.target)
     key = keys("once", 1)
     assert one.ended(one.submit(key)).success
@@ -171,7 +171,7 @@ def test_a_chunk_comes_once_for_a_request(node: Node) -> None:
     one.tier.shutdown()
 
 
-def test_of_a_prompt_that_is_longer_than_the_pool_the_beginning_is_found(node: Node) -> None:
+def test_the_beginning_of_a_prompt_longer_than_the_pool_is_found(node: Node) -> None:
     one = Tier(node.target)
     some = keys("long", 2)
     assert one.ended(one.submit(some)).success
@@ -202,10 +202,8 @@ def test_adapters_resets_and_engines_find_only_their_own(node: Node, tmp_path: P
     one.tier.shutdown()
 
 
-def test_an_engine_that_computes_nothing_waits_for_what_is_under_way(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it would ask without a pause, and keep Python's lock from the threads that bring its chunks."""
+def test_an_idle_engine_waits_for_pending_loads(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would poll without a pause, and keep Python's lock from the threads that load its chunks."""
     monkeypatch.setattr(tier, "VLLM_LOADING_WAIT_S", 10)
     one = Tier(node.target)
     key = keys("idle", 1)
@@ -251,7 +249,7 @@ def test_the_connector_tells_the_tier_which_steps_compute_nothing() -> None:
         assert [engine.is_idle for engine in connector._engines] == [is_idle] * 2
 
 
-def test_the_connector_tells_the_tier_of_adapters_and_of_a_reset(tmp_path: Path) -> None:
+def test_the_connector_tells_the_tier_about_adapters_and_a_reset(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"1")
     connector = TriggerKvTieringConnector.__new__(TriggerKvTieringConnector)
     connector._engines = [Engine(b"one tier's"), Engine(b"another's")]
@@ -267,7 +265,7 @@ def test_the_connector_tells_the_tier_of_adapters_and_of_a_reset(tmp_path: Path)
     assert all(engine.epoch for engine in connector._engines)
 
 
-def test_tiers_of_others_stand_beside_ours_and_one_is_ours() -> None:
+def test_other_tiers_are_configured_beside_ours_and_one_is_ours() -> None:
     def extra_of(*tiers: dict[str, Any]) -> Any:
         extra = {"cpu_bytes_to_use": 1, "secondary_tiers": list(tiers)}
         transfer = KVTransferConfig(kv_connector="ours", kv_role="kv_both", kv_connector_extra_config=extra)
@@ -282,7 +280,7 @@ def test_tiers_of_others_stand_beside_ours_and_one_is_ours() -> None:
         extra_of(files)
 
 
-def test_a_chunk_of_another_form_is_not_found(node: Node) -> None:
+def test_a_chunk_of_another_format_is_not_found(node: Node) -> None:
     one, other = Tier(node.target), Tier(node.target)
     assert one.tier._layout == other.tier._layout
     larger = Tier(node.target, chunk_bytes=2 * CHUNK_BYTES)
@@ -305,7 +303,7 @@ def test_a_producer_loads_nothing_and_a_consumer_stores_nothing(node: Node) -> N
     consumer.tier.shutdown()
 
 
-def test_a_node_that_is_not_there_ends_every_job_and_look_up_in_time() -> None:
+def test_an_absent_node_ends_every_job_and_look_up_in_time() -> None:
     one = Tier(NEVER, load_timeout_ms=500, save_timeout_ms=500, lookup_timeout_ms=500)
     began = time.monotonic()
     assert one.look(keys("never", 1)[0], seconds=5) is LookupResult.MISS
@@ -315,7 +313,7 @@ def test_a_node_that_is_not_there_ends_every_job_and_look_up_in_time() -> None:
     one.tier.shutdown()
 
 
-def test_a_look_up_behind_others_ends_in_time_too(node: Node) -> None:
+def test_a_queued_look_up_ends_in_time_too(node: Node) -> None:
     one = Tier(node.target, lookup_timeout_ms=300)
 
     def slow(blocks: Sequence[Any]) -> list[bool]:
@@ -339,7 +337,7 @@ def test_a_look_up_behind_others_ends_in_time_too(node: Node) -> None:
     one.tier.shutdown()
 
 
-def test_a_stopped_node_holds_a_part_of_the_pool_and_no_more(tmp_path: Path) -> None:
+def test_a_stopped_node_holds_only_a_part_of_the_pool(tmp_path: Path) -> None:
     with Node(tmp_path / "node") as node:
         one = Tier(node.target, save_timeout_ms=4_000, load_timeout_ms=3_000, lookup_timeout_ms=300)
         assert one.ended(one.submit(keys("before", 2))).success
@@ -363,8 +361,8 @@ def test_a_stopped_node_holds_a_part_of_the_pool_and_no_more(tmp_path: Path) -> 
         one.tier.shutdown()
 
 
-def test_a_job_s_time_counts_from_when_it_was_submitted(tmp_path: Path) -> None:
-    """Else a job behind others would keep its request, or its chunks, for the sum of all their times."""
+def test_a_jobs_time_counts_from_its_submission(tmp_path: Path) -> None:
+    """Otherwise a queued job would keep its request, or its chunks, for the sum of all their times."""
     with Node(tmp_path / "node") as node:
         one = Tier(node.target, load_timeout_ms=2_000)
         assert one.ended(one.submit(keys("some", 1))).success
@@ -391,7 +389,7 @@ def test_a_drained_tier_has_a_result_for_every_job(node: Node) -> None:
 
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
-def test_shutdown_ends_what_waits_for_a_stopped_node(tmp_path: Path, transport: str) -> None:
+def test_shutdown_ends_jobs_that_wait_for_a_stopped_node(tmp_path: Path, transport: str) -> None:
     with Node(tmp_path / "node") as node:
         one = Tier(node.target, transport=transport, save_timeout_ms=60_000, load_timeout_ms=60_000)
         assert one.ended(one.submit(keys("stored", 2))).success
@@ -413,7 +411,7 @@ def test_shutdown_ends_what_waits_for_a_stopped_node(tmp_path: Path, transport: 
             client.attach()
 
 
-def test_a_tier_that_is_not_told_its_model_does_not_start(node: Node) -> None:
+def test_a_tier_without_its_model_does_not_start(node: Node) -> None:
     with pytest.raises(ConfigError, match="TriggerKvTieringConnector"):
         Tier(node.target, told=cast("Any", "a model"))
     with pytest.raises(ConfigError, match="no_such_thing"):

@@ -36,7 +36,7 @@ PROMPTS = [[_DICE.randrange(3, 999) for _ in range(length)] for length in (130, 
         ("window", make_mistral, {}, True),
     ],
 )
-def test_an_architecture_says_the_same(
+def test_an_architecture_gives_the_same_output(
     place: Path,
     node: Node,
     name: str,

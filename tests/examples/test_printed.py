@@ -22,7 +22,7 @@ README = (EXAMPLES / "README.md").read_text()
 LISTED = re.findall(r"^\| \[([^\]]+)\]\(([^)]+)\) \|", README, re.MULTILINE)
 
 
-def test_commands_are_read_as_printed() -> None:
+def test_commands_are_parsed_as_printed() -> None:
     text = '"""Says what.\n\n    $ serve &\n    $ a \\\n        b\n    1\n    2 ...\n"""\n\n    $ no\n'
     assert commands(text) == [
         Command("serve &", ()),
@@ -86,7 +86,7 @@ def test_the_client_in_cpp_runs_as_printed(tmp_path: Path) -> None:
     check("cpp/client.cc", run("cpp/client.cc", tmp_path, words=None, timeout_s=150, **more))
 
 
-def test_prometheus_takes_the_example_and_a_node_tells_it_what_the_dashboard_asks(tmp_path: Path) -> None:
+def test_prometheus_scrapes_the_example_and_a_node_exports_what_the_dashboard_uses(tmp_path: Path) -> None:
     check("monitoring/compose.yaml", run("monitoring/compose.yaml", tmp_path))
     folder = EXAMPLES / "monitoring"
     compose = yaml.safe_load((folder / "compose.yaml").read_text())

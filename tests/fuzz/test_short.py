@@ -81,8 +81,8 @@ def test_parsers_end_properly_on_any_input(name: str) -> None:
         ),
     ],
 )
-def test_c_parsers_stand_any_bytes_of_a_peer(name: str, parts: tuple[str, ...], tmp_path: Path) -> None:
-    """Calls at the desk and puts by grants, built as the core is: inputs made by the harness itself."""
+def test_c_parsers_survive_any_bytes_from_a_peer(name: str, parts: tuple[str, ...], tmp_path: Path) -> None:
+    """Calls at the desk and granted puts, built like the core: inputs made by the harness itself."""
     core = [f"nic_offload/{part}.c" for part in parts]
     built = tmp_path / name
     flags = ["-g", "-O1", "-DSTANDALONE", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]

@@ -44,7 +44,7 @@ def seen(word: FlagWord, value: int) -> None:
 
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_a_visible_flag_implies_visible_bytes(torch: Any, device: CudaDevice, *, by_kernel: bool) -> None:
-    """The last bytes of a large copy are looked at in the instant in which the flag is seen."""
+    """The last bytes of a large copy are read in the instant in which the flag is seen."""
     device._writes_values = not by_kernel
     memory, stream = mmap.mmap(-1, LARGE), device.open_stream()
     block = torch.empty(LARGE, dtype=torch.uint8, device="cuda")
@@ -64,7 +64,7 @@ def test_a_visible_flag_implies_visible_bytes(torch: Any, device: CudaDevice, *,
         flag.close()
 
 
-def test_a_flag_waits_for_its_stream_and_for_no_other(torch: Any, device: CudaDevice) -> None:
+def test_a_flag_waits_only_for_its_own_stream(torch: Any, device: CudaDevice) -> None:
     with FlagWords.create(2) as words:
         flags = device.map(words[0].address, 16)
         held, free = torch.cuda.Stream(), device.open_stream()
@@ -79,7 +79,7 @@ def test_a_flag_waits_for_its_stream_and_for_no_other(torch: Any, device: CudaDe
         flags.close()
 
 
-def test_a_graph_counts_on_at_each_launch(torch: Any, device: CudaDevice) -> None:
+def test_a_graph_continues_counting_at_each_launch(torch: Any, device: CudaDevice) -> None:
     memory, stream, total = mmap.mmap(-1, 1 << 20), device.open_stream(), device.open_total()
     block = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
     with FlagWords.create(1) as words:
@@ -122,7 +122,7 @@ def test_ten_thousand_stores_arrive_in_order_beside_a_running_matmul(
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_of_vllms_layouts_come_back_exact(
+def test_blocks_of_vllm_layouts_are_restored_exactly(
     torch: Any, device: CudaDevice, shape: str, tmp_path: Path
 ) -> None:
     def caches() -> dict[str, Any]:
@@ -206,7 +206,7 @@ def test_a_conversation_of_a_model_on_the_gpu_resumes_bit_for_bit(torch: Any, tm
             assert torch.equal(one.values, other.values)
 
 
-def test_latency_from_a_stores_launch_to_landed(
+def test_latency_from_the_launch_of_a_store_to_landed(
     device: CudaDevice, figure: Callable[[str, float], None], tmp_path: Path
 ) -> None:
     with small_node(tmp_path / "node") as node:

@@ -10,14 +10,14 @@ from tests.hostile.beside import Beside, check_speed
 pytestmark = pytest.mark.slow
 
 
-def test_clients_that_come_and_go(putting: Beside) -> None:
+def test_clients_that_attach_and_leave(putting: Beside) -> None:
     alone, under, did = putting.endure("churn", token="evil")
     assert min(did["attached"], did["put"]) > 0
     check_speed(alone, under)
 
 
-def test_slots_that_are_reserved_and_never_put_into(putting: Beside) -> None:
-    """Half of the leases are the neighbour's alone."""
+def test_slots_reserved_and_never_used(putting: Beside) -> None:
+    """Half of the leases are reserved for the neighbour."""
     alone, under, did = putting.endure("hoard", token="evil")
     assert 0 < did["OK"] * 1024 <= LEASES_MAX // 2
     assert did["RESOURCE_EXHAUSTED"] > 0

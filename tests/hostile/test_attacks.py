@@ -55,7 +55,7 @@ def test_idle_connections_to_the_port_for_calls(beside: Beside) -> None:
     check_speed(alone, under)
 
 
-def test_calls_of_nobody(beside: Beside) -> None:
+def test_calls_without_credentials(beside: Beside) -> None:
     alone, under, did = beside.endure("unknown", token="nobody's")
     assert did["UNAUTHENTICATED"] > 0
     check_speed(alone, under)
@@ -69,15 +69,15 @@ def test_calls_that_name_a_thousand_blocks(beside: Beside, call: str) -> None:
 
 
 @pytest.mark.parametrize("call", ["Status", "Exists", "Get"])
-def test_small_calls_without_end(beside: Beside, call: str) -> None:
+def test_endless_small_calls(beside: Beside, call: str) -> None:
     alone, under, did = beside.endure("burn", token="evil", call=call, connections=20)
     assert did["done"] > 0
     check_speed(alone, under)
 
 
 @pytest.mark.parametrize("path", ["KvStore/Status", "KvStore/Put", "Batches/PutBatch", "KvStore/Attach"])
-def test_messages_that_are_sent_by_halves(beside: Beside, path: str) -> None:
-    """What the node holds of them is what a tenant may have on its way, and of each other call a little."""
+def test_half_sent_messages(beside: Beside, path: str) -> None:
+    """The node holds a tenant's share of them, and little of each other call."""
     before, most, stop = beside.memory_bytes(), [0], threading.Event()
 
     def watch() -> None:
@@ -100,7 +100,7 @@ def test_messages_that_are_sent_by_halves(beside: Beside, path: str) -> None:
     check_speed(alone, under)
 
 
-def test_a_flood_of_drive_and_hot_memory_leaves_others_their_parts(beside: Beside) -> None:
+def test_a_flood_of_drive_and_hot_memory_leaves_others_their_shares(beside: Beside) -> None:
     """More connections write and read than the hot memory has room for."""
     alone, under, did = beside.endure("flood", token="evil", connections=12)
     assert sum(did.values()) > 0
@@ -109,7 +109,7 @@ def test_a_flood_of_drive_and_hot_memory_leaves_others_their_parts(beside: Besid
 
 @pytest.mark.parametrize("name", ["attaches", "landing"])
 def test_taking_all_places_or_all_memory_leaves_others_theirs(beside: Beside, name: str) -> None:
-    """Somebody who was not there before attaches and puts in the middle of it."""
+    """A new client attaches and puts in the middle of it."""
     came: list[str] = []
 
     def come() -> None:
@@ -158,7 +158,7 @@ def asked_for_health(
     return told
 
 
-def test_slow_connections_to_the_port_for_health(beside: Beside) -> None:
+def test_slow_connections_to_the_health_port(beside: Beside) -> None:
     alone, under, did = asked_for_health(
         beside, lambda: beside.endure("slow_http", connections=400, port=beside.http_port)
     )
@@ -167,7 +167,7 @@ def test_slow_connections_to_the_port_for_health(beside: Beside) -> None:
 
 
 @pytest.mark.parametrize("page", ["/metrics", "/ui/state.json"])
-def test_pages_without_end(beside: Beside, page: str) -> None:
+def test_endless_pages(beside: Beside, page: str) -> None:
     alone, under, did = asked_for_health(
         beside, lambda: beside.endure("pages", token="evil", port=beside.http_port, page=page)
     )
@@ -175,7 +175,7 @@ def test_pages_without_end(beside: Beside, page: str) -> None:
     check_speed(alone, under)
 
 
-def test_attaches_that_fail(beside: Beside) -> None:
+def test_failing_attaches(beside: Beside) -> None:
     before = len(beside.audited())
     alone, under, did = beside.endure("failing_attaches", token="evil")
     assert set(did) <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
@@ -187,7 +187,7 @@ def test_attaches_that_fail(beside: Beside) -> None:
     check_speed(alone, under)
 
 
-def test_idle_connections_to_the_port_of_somebody_elses_endpoint(beside: Beside) -> None:
+def test_idle_connections_to_the_port_of_anothers_endpoint(beside: Beside) -> None:
     beside.client.attach()
     link = beside.client._core.link
     assert link is not None

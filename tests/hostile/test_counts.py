@@ -42,8 +42,8 @@ def beside(tmp_path: Path) -> Iterator[Beside]:
         yield beside
 
 
-def test_answers_that_nobody_takes(beside: Beside) -> None:
-    """The memory that they took comes back while whoever asked is still there, and answers pings."""
+def test_unread_answers(beside: Beside) -> None:
+    """Their memory is freed while the caller is still connected, and answers pings."""
     make_large_sessions({"port": beside.port, "token": "evil"})
     memory = beside.memory_bytes()
     with beside.attack("unread", SECONDS, token="evil", stays_s=INLINE_TIMEOUT_MS / 1000 + 5) as did:
@@ -57,7 +57,7 @@ def test_answers_that_nobody_takes(beside: Beside) -> None:
 
 
 @pytest.mark.parametrize("call", ["PutBatch", "GetBatch", "Watch", "Attach"])
-def test_a_stream_ends_when_its_token_is_taken_out_of_the_file(beside: Beside, call: str) -> None:
+def test_a_stream_ends_when_its_token_is_removed_from_the_file(beside: Beside, call: str) -> None:
     def requests() -> Iterator[Any]:
         if call == "PutBatch":
             name = pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=1)
@@ -132,7 +132,7 @@ def test_endless_erasures_are_delayed_and_each_receipt_is_in_the_audit_log(besid
 
 
 def test_every_refusal_of_a_tenant_is_in_the_audit_log(beside: Beside) -> None:
-    """A client of ours says itself that a key is none; others need not."""
+    """Our client checks keys itself; other clients need not."""
     with grpc.insecure_channel(beside.node.target) as channel:
         exists = BlocksStub(channel).Exists  # type: ignore[no-untyped-call]
         wrong = blocks.ExistsRequest(blocks=[pb.BlockName(key=b"no key")])

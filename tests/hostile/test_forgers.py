@@ -193,7 +193,7 @@ class Injecting(_InThread):
 def test_memory_keys_of_another_client_are_refused(
     beside: Beside, told: list[pb.AttachResponse], *, idle: bool
 ) -> None:
-    """In places that its victim does not use just then it is not even noticed; in others it can spoil, and no more."""
+    """Writes to places that the victim doesn't use are not even noticed; elsewhere they can corrupt, and no more."""
     with small_client(beside.node.target, token="evil") as client:
         victim = Working(client)
         stolen = victim.one()
@@ -259,8 +259,8 @@ class Stranger:
         self._fabric.close()
 
 
-def test_a_stranger_can_write_where_nothing_keeps_it_from_it() -> None:
-    """Or what follows would hold for one that can't write at all."""
+def test_a_stranger_can_write_where_nothing_prevents_it() -> None:
+    """Otherwise the next test would hold for a client that can't write at all."""
     with Fabric("net", address="127.0.0.1") as fabric:
         endpoint, memory = fabric.open_endpoint(), allocate(PAGE_BYTES)
         region = fabric.register(memory, endpoint=endpoint)
@@ -288,10 +288,10 @@ class Slots:
         return found
 
 
-def test_a_true_key_of_memory_is_void_for_all_but_its_client(
+def test_a_valid_key_of_memory_works_only_for_its_own_client(
     beside: Beside, told: list[pb.AttachResponse]
 ) -> None:
-    """From another address, from the client's own once it is there, and at another tenant's endpoint."""
+    """Not from another address, not from the client's own while it is connected, nor at another tenant's endpoint."""
     with (
         small_client(beside.node.target, token="good") as victim,
         small_client(beside.node.target, token="evil") as evil,

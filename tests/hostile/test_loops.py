@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("token", [{}, {"token": "evil"}], ids=["nobody", "tenant"])
 @pytest.mark.parametrize("frame", FRAMES)
-def test_frames_that_are_no_calls(beside: Beside, frame: str, token: dict[str, Any]) -> None:
+def test_frames_that_are_not_calls(beside: Beside, frame: str, token: dict[str, Any]) -> None:
     alone, under, did = beside.endure("frames", frame=frame, **token)
     assert did["frames"] > 0
     check_speed(alone, under)
@@ -22,7 +22,7 @@ def test_frames_that_are_no_calls(beside: Beside, frame: str, token: dict[str, A
 
 @pytest.mark.parametrize("token", [{}, {"token": "evil"}], ids=["nobody", "tenant"])
 @pytest.mark.parametrize("name", ["continuations", "table_bombs"])
-def test_headers_that_are_too_large(beside: Beside, name: str, token: dict[str, Any]) -> None:
+def test_oversized_headers(beside: Beside, name: str, token: dict[str, Any]) -> None:
     alone, under, did = beside.endure(name, **token)
     assert did["connections"] > 0
     check_speed(alone, under)
@@ -36,7 +36,7 @@ def test_loops_over_a_thousand_blocks(beside: Beside, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["erases", "block_prefetches", "questions"])
-def test_loops_of_calls_that_look_at_much(beside: Beside, name: str) -> None:
+def test_loops_of_expensive_calls(beside: Beside, name: str) -> None:
     alone, under, did = beside.endure(name, token="evil")
     assert did.get("OK")
     check_speed(alone, under)

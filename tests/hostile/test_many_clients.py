@@ -28,7 +28,7 @@ OF_ONE_CONNECTION = 100
 MIB = 1 << 20
 
 
-def test_a_thousand_clients_are_attached_at_less_than_a_mebibyte_each(tmp_path: Path) -> None:
+def test_a_thousand_clients_attach_with_less_than_a_mebibyte_each(tmp_path: Path) -> None:
     wanted = DESCRIPTORS_KEPT + 2 * DESCRIPTORS_OF_CLIENT * CLIENTS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < wanted:

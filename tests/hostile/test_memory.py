@@ -24,8 +24,8 @@ def all_is_well(putting: Beside) -> bool:
         return all(isinstance(one, Stored) for one in late.exists([*putting.put, b"l" * 32]))
 
 
-def test_payloads_that_are_written_over_after_their_flag_cost_their_tenant_alone(putting: Beside) -> None:
-    """What is found corrupt is its own, and counts as what it has: the neighbour's blocks stay, and find room."""
+def test_payloads_overwritten_after_their_flag_affect_only_their_tenant(putting: Beside) -> None:
+    """Corrupt blocks are its own, and count in its share: the neighbour's blocks stay, and find room."""
     alone, under, did = putting.endure("rewrite", token="evil")
     assert did["over"] > 0
     assert did["hit"] + did["miss"] > 0
@@ -38,8 +38,8 @@ def test_payloads_that_are_written_over_after_their_flag_cost_their_tenant_alone
 
 
 @pytest.mark.parametrize("blocks", [1, 1024])
-def test_calls_over_the_fabric_without_end(putting: Beside, blocks: int) -> None:
-    """One of 1,024 blocks takes milliseconds; then its tenant rests."""
+def test_endless_calls_over_the_fabric(putting: Beside, blocks: int) -> None:
+    """One of 1,024 blocks takes milliseconds; then its tenant pauses."""
     alone, under, did = putting.endure("fetches", token="evil", connections=16, blocks=blocks)
     assert did["calls"] > 0
     check_speed(alone, under)
@@ -53,7 +53,7 @@ def test_a_client_that_damages_mapped_memory(putting: Beside, name: str) -> None
     check_speed(alone, under)
 
 
-def test_callers_for_descriptors_that_have_no_pass(putting: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callers_for_descriptors_without_a_pass(putting: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[pb.SharedMemory] = []
     of_link = vars(links)["map_shared"]
 

@@ -49,7 +49,7 @@ def node(site: Site) -> Iterator[Process]:
 
 @pytest.mark.usefixtures("node")
 @pytest.mark.parametrize("site", [1500, 9000], indirect=True)
-def test_a_lossy_wire_costs_time_and_no_byte(site: Site) -> None:
+def test_a_lossy_wire_costs_time_and_no_bytes(site: Site) -> None:
     for host in (site.node, site.one):
         host.firewall(firewall_of("container") if host is site.node else "", lossy_per_mille=20)
     try:
@@ -83,7 +83,7 @@ def slow(site: Site) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("node")
-def test_a_slow_wire_costs_time_and_no_byte(site: Site) -> None:
+def test_a_slow_wire_costs_time_and_no_bytes(site: Site) -> None:
     with slow(site):
         client = site.caller(site.one, f"[{site.node.ipv6}]:7070")
         name = blocks()
@@ -98,7 +98,7 @@ def test_a_slow_wire_costs_time_and_no_byte(site: Site) -> None:
 
 
 @pytest.mark.usefixtures("node")
-def test_a_closed_fabric_is_said_in_words_and_grpc_still_works(site: Site) -> None:
+def test_a_blocked_fabric_is_reported_and_grpc_still_works(site: Site) -> None:
     site.node.firewall("tcp dport { 7070, 9100 } accept")
     client = site.caller(site.one, f"{site.node.ipv4}:7070", connect_timeout_ms=1_000)
     put = client("put", blocks(), 1)
@@ -115,7 +115,7 @@ def test_a_closed_fabric_is_said_in_words_and_grpc_still_works(site: Site) -> No
 
 
 @pytest.mark.usefixtures("node")
-def test_clients_without_an_open_port_are_reached_over_the_connection_that_they_made(site: Site) -> None:
+def test_clients_without_an_open_port_are_reached_over_their_own_connection(site: Site) -> None:
     client = site.caller(site.one, f"{site.node.ipv4}:7070")
     name = blocks()
     assert client("put", name, 8) == WRITTEN
@@ -128,7 +128,7 @@ def test_clients_without_an_open_port_are_reached_over_the_connection_that_they_
 
 
 @pytest.mark.usefixtures("node")
-def test_a_client_that_vanishes_in_mid_put_is_let_go_by_the_node(site: Site) -> None:
+def test_the_node_drops_a_client_that_vanishes_during_a_put(site: Site) -> None:
     other = site.caller(site.two, f"{site.node.ipv4}:7070")
     client = site.caller(site.one, f"{site.node.ipv4}:7070", blocks=64)
     assert client("put", blocks(), 1) == ["WRITTEN"]
@@ -154,7 +154,7 @@ def test_a_client_that_vanishes_in_mid_put_is_let_go_by_the_node(site: Site) -> 
 
 
 @pytest.mark.usefixtures("node")
-def test_a_node_that_vanishes_in_mid_get_is_a_miss_in_time(site: Site) -> None:
+def test_a_node_that_vanishes_during_a_get_is_a_timely_miss(site: Site) -> None:
     client = site.caller(site.one, f"{site.node.ipv4}:7070", blocks=64)
     name = blocks()
     assert client("put", name, 64) == ["WRITTEN"] * 64
@@ -181,10 +181,8 @@ TYPED = ("FabricError", "PutFailed", "NodeUnavailable", "DeadlineExceeded", "nod
 
 @pytest.mark.usefixtures("node")
 @pytest.mark.parametrize("cut", ["7071-7199", "7070", "7070-7199"], ids=["fabric", "gRPC", "both"])
-def test_connections_that_are_reset_end_all_that_is_under_way_in_time_and_are_made_again(
-    site: Site, cut: str
-) -> None:
-    """Libfabric's `net` does not tell of a reset; what is under way ends by its own time."""
+def test_reset_connections_end_everything_in_flight_in_time_and_are_reopened(site: Site, cut: str) -> None:
+    """Libfabric's `net` does not report a reset; transfers in flight end at their own timeouts."""
     open_ports = firewall_of("container")
     client = site.caller(site.one, f"{site.node.ipv4}:7070", blocks=64)
     kept = blocks()
@@ -215,7 +213,7 @@ def test_connections_that_are_reset_end_all_that_is_under_way_in_time_and_are_ma
 
 
 @pytest.mark.parametrize("moved", ["10.77.0.100", "fd77::100"])
-def test_a_node_that_moves_is_found_by_its_name(site: Site, moved: str) -> None:
+def test_a_node_that_moves_is_found_by_name(site: Site, moved: str) -> None:
     site.node.firewall(firewall_of("container"))
     site.network.names(node=site.node.ipv4)
     first = site.start_node([*SERVE, "--listen", f"{site.node.ipv4}:7070"])
@@ -233,7 +231,7 @@ def test_a_node_that_moves_is_found_by_its_name(site: Site, moved: str) -> None:
     site.network.names(node=f"{site.node.ipv4} {site.node.ipv6}")
 
 
-def test_a_client_that_claims_to_be_elsewhere_is_refused_unless_it_is_listed(site: Site) -> None:
+def test_a_client_that_claims_another_address_is_refused_unless_it_is_listed(site: Site) -> None:
     site.node.firewall(firewall_of("container"))
     site.one.give("10.77.1.2/16")
     node = site.start_node(EVERYWHERE)
@@ -266,7 +264,7 @@ def test_a_node_with_an_unreachable_address_is_not_ready_and_says_why(site: Site
     assert node.end() == 0
 
 
-def test_ports_that_are_used_up_are_one_sentence(site: Site) -> None:
+def test_running_out_of_ports_is_one_sentence(site: Site) -> None:
     site.node.firewall(firewall_of("container"))
     node = site.start_node([*EVERYWHERE, "--fabric-ports", "7071-7072"])
     target = f"{site.node.ipv4}:7070"

@@ -52,7 +52,7 @@ def test_blocks_move_between_hosts_over_both_families_of_ip(site: Site, name: st
     assert node.end() == 0
 
 
-def test_the_unit_as_it_is_serves_its_own_machine(site: Site) -> None:
+def test_the_unit_as_shipped_serves_its_own_machine(site: Site) -> None:
     site.node.firewall()
     node = site.start_node(commands()["systemd"])
     client = site.caller(site.node, "127.0.0.1:7070", ca=None, token_file=None)
@@ -63,7 +63,7 @@ def test_the_unit_as_it_is_serves_its_own_machine(site: Site) -> None:
     assert node.end() == 0
 
 
-def test_names_of_both_families_are_reached_whichever_of_them_grpc_takes(site: Site) -> None:
+def test_names_of_both_families_are_reached_whichever_grpc_uses(site: Site) -> None:
     site.node.firewall(firewall_of("container"))
     node = site.start_node(commands()["container"])
     for host, target in ((site.one, "node:7070"), (site.node, "localhost:7070"), (site.node, "node:7070")):
@@ -77,8 +77,8 @@ def test_names_of_both_families_are_reached_whichever_of_them_grpc_takes(site: S
 
 @pytest.mark.parametrize("version", [4, 6])
 @pytest.mark.parametrize("provider", ["tcp;ofi_rxm", "sockets"])
-def test_blocks_move_over_other_providers_as_well(site: Site, provider: str, version: int) -> None:
-    """`tcp` alone offers what we need since libfabric 1.18, and is then the default."""
+def test_blocks_move_over_other_providers_too(site: Site, provider: str, version: int) -> None:
+    """`tcp` alone offers everything needed since libfabric 1.18, and is then the default."""
     site.node.firewall(firewall_of("container"))
     settings = {"provider": provider}
     if provider == "sockets":  # it alone connects back to clients
@@ -98,7 +98,7 @@ def test_blocks_move_over_other_providers_as_well(site: Site, provider: str, ver
     assert node.end() == 0
 
 
-def test_two_hosts_exchange_blocks_by_the_commands_of_the_page(site: Site) -> None:
+def test_two_hosts_exchange_blocks_with_the_commands_of_the_page(site: Site) -> None:
     page = (ROOT / "docs" / "operating.md").read_text().split("## Two hosts")[1].split("## Ports")[0]
     said = re.findall(r"^(node|client)\$ (.*)$", page, re.MULTILINE)
     assert len(said) < 10

@@ -43,7 +43,7 @@ def offered(name: str, *words: str) -> list[str]:
         ("kvsim", ["calibrate", "fit", "--o"], ["--out"]),
     ],
 )
-def test_bash_offers_what_the_parser_takes(name: str, words: list[str], expected: list[str]) -> None:
+def test_bash_offers_what_the_parser_accepts(name: str, words: list[str], expected: list[str]) -> None:
     assert offered(name, *words) == expected
 
 
@@ -57,7 +57,7 @@ def test_bash_offers_all_of_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_zsh_can_read_its_script(name: str) -> None:
+def test_zsh_can_parse_its_script(name: str) -> None:
     text = script(PARSERS[name](), "zsh")
     assert text.startswith(f"#compdef {name}\n")
     shell = shutil.which("zsh")

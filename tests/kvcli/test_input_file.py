@@ -87,7 +87,7 @@ def _is_refused(
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *SIMULATIONS], ids=" ".join)
-def test_a_command_reads_no_device_and_no_file_that_is_too_large(
+def test_a_command_reads_no_device_and_no_oversized_file(
     command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "good.csv").write_text("Timestamp,Request tokens,Response tokens\n1,2,3\n")

@@ -15,7 +15,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_the_bar_says_how_long_it_will_still_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_shows_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, now_s = _Terminal(), [100.0]
     monkeypatch.setattr(sys, "stderr", terminal)
     progress = bar("replay", lambda: now_s[0])
@@ -33,7 +33,7 @@ def test_the_bar_says_how_long_it_will_still_take(monkeypatch: pytest.MonkeyPatc
     assert terminal.getvalue().endswith("\r\033[K"), "it is gone when the work is done"
 
 
-def test_a_step_that_ended_at_once_wipes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_ended_at_once_erases_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     bar("replay", lambda: 0.0)(1.0)
@@ -71,7 +71,7 @@ def test_each_part_of_the_work_has_a_bar_and_none_is_left(monkeypatch: pytest.Mo
     assert terminal.getvalue().endswith("s left\033[K\r\033[K")
 
 
-def test_bars_in_a_pipe_are_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_in_a_pipe_print_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = io.StringIO()
     monkeypatch.setattr(sys, "stderr", pipe)
     with bars(lambda: 99.0) as tell:

@@ -62,7 +62,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         (LookupError("It went."), Status.FAILED, "x: It went.\n"),
     ],
 )
-def test_an_end_has_its_status_and_one_sentence(
+def test_each_way_to_end_has_its_status_and_one_sentence(
     error: BaseException,
     status: Status,
     says: str,
@@ -95,7 +95,7 @@ def test_a_bug_is_a_traceback() -> None:
         run_command("x", lambda: 1 // 0)
 
 
-def test_the_handler_of_a_signal_is_as_it_was() -> None:
+def test_the_signal_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert run_command("x", lambda: 0) == Status.DONE
     assert signal.getsignal(signal.SIGTERM) is before
@@ -126,7 +126,7 @@ def test_a_signal_cleans_up(number: signal.Signals, tmp_path: Path) -> None:
     assert (tmp_path / "clean").exists()
 
 
-def test_a_sighup_that_is_ignored_stays_ignored() -> None:
+def test_an_ignored_sighup_stays_ignored() -> None:
     code = (
         "import signal\n"
         "from kvcli.running import run_command\n"
@@ -203,7 +203,7 @@ def test_a_reader_that_leaves_at_once_is_no_error(command: tuple[str, ...], argu
 @BOTH
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["completion", "bash"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-def test_output_that_finds_no_room_is_a_failure(
+def test_output_without_room_is_a_failure(
     command: tuple[str, ...], arguments: list[str], unbuffered: str
 ) -> None:
     with Path("/dev/full").open("w") as full:
@@ -221,7 +221,7 @@ def test_output_that_finds_no_room_is_a_failure(
 
 @BOTH
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_stream_that_is_closed_is_no_traceback(command: tuple[str, ...], closed: str) -> None:
+def test_a_closed_stream_is_no_traceback(command: tuple[str, ...], closed: str) -> None:
     done = subprocess.run(
         ["bash", "-c", f'"$@" --version {closed}', "-", *command],
         capture_output=True,
@@ -247,7 +247,7 @@ def test_an_argument_that_is_not_text_is_a_usage_error(arguments: list[str], tmp
 
 
 @BOTH
-def test_a_command_that_is_used_wrongly_ends_with_2(command: tuple[str, ...]) -> None:
+def test_wrong_usage_ends_with_2(command: tuple[str, ...]) -> None:
     assert "required: COMMAND" in run(*command).stderr
     for arguments in ((), ("nonsense",), ("--nonsense",)):
         done = run(*command, *arguments)
@@ -321,7 +321,7 @@ def test_an_impossible_value_is_one_sentence(
     assert not (tmp_path / "node").exists(), "nothing is made for what can't be served"
 
 
-def test_grpc_logs_nothing_beside_the_sentence(tmp_path: Path) -> None:
+def test_grpc_logs_nothing_besides_the_sentence(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     done = run(*KVSTORE, "stats", "--node", "127.0.0.1:1", "--ca", str(ca))
@@ -331,7 +331,7 @@ def test_grpc_logs_nothing_beside_the_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_demo_that_a_signal_ends_leaves_no_process_and_no_message(
+def test_a_demo_ended_by_a_signal_leaves_no_process_and_no_message(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     data = tmp_path / "demo"
@@ -359,7 +359,7 @@ def test_a_demo_that_a_signal_ends_leaves_no_process_and_no_message(
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.003])
-def test_a_node_that_gets_one_signal_after_another_ends_cleanly(pause_s: float, tmp_path: Path) -> None:
+def test_a_node_that_gets_several_signals_ends_cleanly(pause_s: float, tmp_path: Path) -> None:
     command = [
         "env",
         "--default-signal=INT,TERM,HUP",
@@ -391,7 +391,7 @@ def test_a_node_that_gets_one_signal_after_another_ends_cleanly(pause_s: float, 
         assert "Traceback" not in process.stderr.read()
 
 
-def test_a_signal_between_the_loops_end_and_the_commands_does_nothing() -> None:
+def test_a_signal_between_the_end_of_the_loop_and_of_the_command_does_nothing() -> None:
     code = (
         "import asyncio, signal\n"
         "from kvstore.node.server import _at_signals\n"

@@ -25,7 +25,7 @@ SEALED = bytes.fromhex(
 )
 
 
-def test_the_specifications_test_case_16() -> None:
+def test_test_case_16_of_the_specification() -> None:
     assert aead.available() is None
     assert aead.seal(KEY, NONCE, ASSOCIATED, PLAIN) == SEALED
     assert aead.unseal(KEY, NONCE, ASSOCIATED, SEALED) == PLAIN
@@ -40,14 +40,14 @@ def test_sealed_data_can_be_opened_and_has_its_own_length(length: int) -> None:
 
 
 @pytest.mark.parametrize("bit", range(0, 8 * len(SEALED), 7))
-def test_a_flipped_bit_anywhere_gives_nothing(bit: int) -> None:
+def test_a_flipped_bit_anywhere_opens_nothing(bit: int) -> None:
     changed = bytearray(SEALED)
     changed[bit // 8] ^= 1 << bit % 8
     with pytest.raises(aead.NotAuthentic):
         aead.unseal(KEY, NONCE, ASSOCIATED, changed)
 
 
-def test_another_key_nonce_or_context_gives_nothing_nor_does_less() -> None:
+def test_another_key_nonce_or_context_opens_nothing_nor_does_truncated_data() -> None:
     for key, nonce, associated, sealed in (
         (bytes(32), NONCE, ASSOCIATED, SEALED),
         (KEY, bytes(12), ASSOCIATED, SEALED),
@@ -59,7 +59,7 @@ def test_another_key_nonce_or_context_gives_nothing_nor_does_less() -> None:
             aead.unseal(key, nonce, associated, sealed)
 
 
-def test_a_secret_that_is_wiped_is_zeros() -> None:
+def test_a_wiped_secret_is_zeros() -> None:
     secret = bytearray(KEY)
     aead.wipe(secret)
     assert secret == bytes(32)
@@ -77,7 +77,7 @@ print(aead.library() + ": " + hashlib.sha256(sealed).hexdigest())
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="hides a file in a mount namespace: run as root")
 def test_both_libraries_give_the_same_bytes_and_libcrypto_alone_is_enough() -> None:
-    """IPSec-MB encrypts where it is installed and the CPU has VAES; without it, libcrypto does."""
+    """IPSec-MB encrypts where it is installed and the CPU has VAES; otherwise libcrypto does."""
     hide = "for at in /usr/lib/*/libIPSec_MB.so.1; do [ ! -e $at ] || mount --bind /dev/null $at; done"
     script = [sys.executable, "-c", _ALONE]
     here = subprocess.run(script, capture_output=True, text=True, check=True, timeout=60).stdout

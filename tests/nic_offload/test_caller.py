@@ -152,7 +152,7 @@ def landed(pair: Pair, place: int) -> int:
 
 
 @pytest.mark.parametrize("blocks", [1, 7, 900])
-def test_the_call_lies_at_the_node_as_the_wire_has_it(pair: Pair, caller: Caller, blocks: int) -> None:
+def test_the_call_at_the_node_has_the_wire_format(pair: Pair, caller: Caller, blocks: int) -> None:
     rows = rows_of(blocks)
     assert fetch(pair, caller, rows)[0] == 0
     wait_until(lambda: landed(pair, 0) == GENERATION, "the call")
@@ -186,7 +186,7 @@ def test_the_words_of_blocks_and_call_end_their_rows(pair: Pair, caller: Caller)
     assert [row.code for row in group.rows()] == [0x81, 0x7F, 0x7F, wire.AnswerCode.DONE]
 
 
-def test_a_place_is_free_when_done_is_said_and_its_generation_rises(pair: Pair, caller: Caller) -> None:
+def test_a_place_is_free_when_done_is_reported_and_its_generation_rises(pair: Pair, caller: Caller) -> None:
     groups = []
     for i in range(PLACES):
         groups.append(fetch(pair, caller, rows_of(1), tag=TAG * (i + 1))[1])
@@ -226,10 +226,8 @@ def test_an_answer_with_bytes_is_an_event_and_keeps_its_place_until_it_is_read(
 # --- calls that wait
 
 
-def test_calls_that_wait_go_out_in_their_order_and_each_into_a_place_that_was_answered(
-    pair: Pair, caller: Caller
-) -> None:
-    """The places are answered in any order, with nothing more to say or with bytes, which somebody reads."""
+def test_waiting_calls_are_sent_in_order_each_into_an_answered_place(pair: Pair, caller: Caller) -> None:
+    """The places are answered in any order, either without data or with bytes, which the test reads."""
     fill(pair, caller)
     count = 60
     for number in range(PLACES, count):
@@ -258,10 +256,8 @@ def test_calls_that_wait_go_out_in_their_order_and_each_into_a_place_that_was_an
         there[place] = number
 
 
-def test_a_call_that_comes_as_a_place_gets_free_does_not_overtake_those_that_wait(
-    pair: Pair, caller: Caller
-) -> None:
-    """The thread that reads an answer frees its place, and may make the next call before the core has looked."""
+def test_a_call_made_as_a_place_gets_free_does_not_overtake_waiting_ones(pair: Pair, caller: Caller) -> None:
+    """The thread that reads an answer frees its place, and may make the next call before the core notices."""
     fill(pair, caller)
     fetch(pair, caller, numbered(PLACES), tag=TAG * (PLACES + 1))
     last, due = TAG, GENERATION
@@ -275,7 +271,7 @@ def test_a_call_that_comes_as_a_place_gets_free_does_not_overtake_those_that_wai
         assert number_in(pair, 0, due) == number
 
 
-def test_a_call_whose_deadline_finds_it_waiting_is_told_before_its_block_and_never_goes_out(
+def test_a_waiting_call_whose_deadline_passes_is_reported_before_its_block_and_never_sent(
     pair: Pair, caller: Caller
 ) -> None:
     near = pair.near
@@ -303,7 +299,7 @@ def test_a_call_whose_deadline_finds_it_waiting_is_told_before_its_block_and_nev
 
 
 def test_a_waiting_call_has_as_long_for_its_answer_as_one_sent_at_once(pair: Pair, caller: Caller) -> None:
-    """Else one that had waited nearly all of its time would end the link, with nobody to blame."""
+    """Otherwise one that waited nearly all of its time would end the link without a fault of the node."""
     near = pair.near
     fill(pair, caller)
     fetch(pair, caller, numbered(8), tag=TAG * 8, answer_ms=1000)
@@ -320,7 +316,7 @@ def test_a_waiting_call_has_as_long_for_its_answer_as_one_sent_at_once(pair: Pai
 
 
 def test_a_call_waits_no_longer_than_for_its_answer(pair: Pair, caller: Caller) -> None:
-    """As one without blocks that have a deadline: a reserve."""
+    """As a call without blocks that have a deadline: a reserve."""
     near = pair.near
     fill(pair, caller)
     fetch(pair, caller, numbered(9), tag=TAG * 9, answer_ms=30)
@@ -328,9 +324,7 @@ def test_a_call_waits_no_longer_than_for_its_answer(pair: Pair, caller: Caller) 
     assert near.of(TAG * 9 + 2)[0].status == -errno.ETIMEDOUT
 
 
-def test_a_call_that_was_taken_back_while_it_waited_leaves_its_turn_to_the_next(
-    pair: Pair, caller: Caller
-) -> None:
+def test_a_call_withdrawn_while_waiting_leaves_its_turn_to_the_next(pair: Pair, caller: Caller) -> None:
     fill(pair, caller)
     fetch(pair, caller, numbered(8), tag=TAG * 9)
     fetch(pair, caller, numbered(9), tag=TAG * 10)
@@ -341,7 +335,7 @@ def test_a_call_that_was_taken_back_while_it_waited_leaves_its_turn_to_the_next(
 
 
 def test_a_put_that_was_never_posted_uses_neither_slot_nor_generation() -> None:
-    """The other side stands still before it has answered who connects: nothing can be posted."""
+    """The other side is stopped before it has accepted the connection: nothing can be posted."""
     with Far("net", LENGTH) as far, Side("net", LENGTH) as near:
         there = way_to(near, far.said)
         far.stop()
@@ -368,7 +362,7 @@ def test_a_put_that_was_never_posted_uses_neither_slot_nor_generation() -> None:
         caller.close()
 
 
-def test_so_many_calls_wait_and_no_more(pair: Pair, caller: Caller) -> None:
+def test_the_number_of_waiting_calls_is_bounded(pair: Pair, caller: Caller) -> None:
     fill(pair, caller)
     for number in range(WAITING):
         assert fetch(pair, caller, numbered(number), tag=TAG * (number + 10))[0] == 0
@@ -382,7 +376,7 @@ def test_so_many_calls_wait_and_no_more(pair: Pair, caller: Caller) -> None:
     assert fetch(pair, caller, numbered(0), tag=tag + TAG)[0] == -errno.EBUSY
 
 
-def test_so_many_bytes_wait_and_no_more(pair: Pair, caller: Caller) -> None:
+def test_the_bytes_of_waiting_calls_are_bounded(pair: Pair, caller: Caller) -> None:
     fill(pair, caller)
     large = bytes(65536)
     tags = itertools.count(TAG * 10, TAG)
@@ -413,7 +407,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("way", ["answered", "cancelled", "endpoint", "fabric"])
-def test_nothing_is_kept_of_calls_that_are_over(way: str) -> None:
+def test_nothing_is_kept_of_calls_that_have_ended(way: str) -> None:
     """Their bytes, 4 MiB a round, and their work, of which the fabric has little: a leak shows in either."""
     rounds, each, large = 24, 64, bytes(65536)
     before = 0
@@ -446,7 +440,7 @@ def test_nothing_is_kept_of_calls_that_are_over(way: str) -> None:
             assert pair.near.fabric.statistics().watches == 0
 
 
-def test_a_call_too_large_for_its_place_is_not_begun(pair: Pair, caller: Caller) -> None:
+def test_a_call_too_large_for_its_place_is_not_started(pair: Pair, caller: Caller) -> None:
     group = Group(pair.near.fabric, TAG, 2)
     call = Call(TAG, 0, 0, 0, group, 1, 1, 0, wire.CallKind.FETCH, 0, 0, 1, FINGERPRINT)
     rows = wire.rows_of_fetch(rows_of(1))
@@ -456,7 +450,7 @@ def test_a_call_too_large_for_its_place_is_not_begun(pair: Pair, caller: Caller)
     assert caller.free_places == PLACES
 
 
-def test_the_deadline_of_the_blocks_is_told_of_each(pair: Pair, caller: Caller) -> None:
+def test_the_deadline_of_the_blocks_is_reported_for_each(pair: Pair, caller: Caller) -> None:
     _, group = fetch(pair, caller, rows_of(2), blocks_ms=20)
     pair.near.wait(lambda: len(pair.near.events) >= 3, "the deadlines")
     failed = {event.tag for event in pair.near.events if event.kind == EventKind.WATCH_FAILED}

@@ -50,7 +50,7 @@ def test_known_values(data: bytes, value: int) -> None:
     seed=st.integers(0, (1 << 32) - 1),
     content=st.integers(0, 1 << 32),
 )
-def test_equals_another_implementation(length: int, offset: int, seed: int, content: int) -> None:
+def test_it_equals_another_implementation(length: int, offset: int, seed: int, content: int) -> None:
     data = random.Random(content).randbytes(offset + length)
     view = ffi.from_buffer(data)
     address = int(ffi.cast("uintptr_t", view)) + offset
@@ -60,7 +60,7 @@ def test_equals_another_implementation(length: int, offset: int, seed: int, cont
     assert crc32c(memoryview(data)[offset:], seed) == wanted
 
 
-def test_a_long_one_in_pieces_equals_the_whole() -> None:
+def test_a_long_checksum_in_pieces_equals_the_whole() -> None:
     data = random.Random(1).randbytes((4 << 20) + 5)
     whole = crc32c(data)
     assert whole == other.crc32c(data)
@@ -89,8 +89,8 @@ def test_every_bit_counts() -> None:
     assert crc32c(data) == whole
 
 
-def test_siphash_has_the_values_of_its_authors() -> None:
-    """Of the key 00 to 0f and the bytes from 00 on, by how many there are."""
+def test_siphash_gives_its_authors_test_values() -> None:
+    """With the key 00 to 0f and the bytes from 00 on, by their number."""
     secret = ffi.new("uint64_t[2]", [0x0706050403020100, 0x0F0E0D0C0B0A0908])
     known = {
         0: 0x726FDB47DD0E0E31,

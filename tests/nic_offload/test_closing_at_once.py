@@ -24,7 +24,7 @@ for _ in range(150):
     def close(some):
         start.wait()
         for region in some:
-            region.is_idle
+            region._is_idle()
             region.close()
 
     threads = [threading.Thread(target=close, args=(some,)) for some in (regions[:30], regions[30:])]
@@ -37,7 +37,7 @@ for _ in range(150):
 """
 
 
-def test_a_region_is_closed_while_its_fabric_is_closed() -> None:
+def test_a_region_can_be_closed_while_its_fabric_closes() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CLOSE_AT_ONCE], capture_output=True, text=True, timeout=60, check=False
     )
@@ -51,7 +51,7 @@ def test_a_closed_fabric_registers_no_memory() -> None:
         fabric.register(bytearray(4096))
 
 
-def test_a_region_waits_for_the_end_of_its_fabric() -> None:
+def test_closing_a_region_waits_for_the_end_of_its_fabric() -> None:
     fabric = Fabric("memory")
     region = fabric.register(bytearray(4096))
     thread = threading.Thread(target=region.close)
@@ -64,8 +64,8 @@ def test_a_region_waits_for_the_end_of_its_fabric() -> None:
     fabric.close()
 
 
-def test_what_is_given_back_after_the_fabric_was_closed_needs_nothing() -> None:
-    """At the interpreter's exit fabrics are closed first, and other threads may still lose their links."""
+def test_resources_returned_after_the_fabric_was_closed_need_nothing() -> None:
+    """At interpreter exit fabrics are closed first, and other threads may still lose their links."""
     fabric = Fabric("net")
     hears, rings = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     fabric.hear(hears, is_pipe=True)

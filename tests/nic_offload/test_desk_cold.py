@@ -176,7 +176,7 @@ def test_blocks_on_the_drive_and_in_memory_are_sent_without_the_application(rig:
     assert rig.pair.far.of(7) == [], "the call never came to the application"
 
 
-def test_of_a_part_all_is_checked_and_the_part_is_sent(rig: ColdRig) -> None:
+def test_the_whole_block_is_checked_and_only_the_part_sent(rig: ColdRig) -> None:
     rig.on_drive(1, 16)
     rig.call(Wanted((Row(8, LENGTH, 1, key=key_of(1), part=(100, 5000)),), kind=PARTS))
     assert rig.acked(1) == SERVED
@@ -199,7 +199,9 @@ LEFT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", LEFT)
-def test_a_call_that_can_not_be_answered_whole_is_the_applications(rig: ColdRig, what: str) -> None:
+def test_a_call_that_the_desk_cannot_answer_completely_is_left_to_the_application(
+    rig: ColdRig, what: str
+) -> None:
     rig.on_drive(1, 16)
     before = len(rig.shelf.rooms())
     rig.rooms(range(before))
@@ -210,7 +212,7 @@ def test_a_call_that_can_not_be_answered_whole_is_the_applications(rig: ColdRig,
     assert rig.shelf.wanted[0] == (ROOM_PAGES if what == "no room" else 0)
 
 
-def test_blocks_that_need_larger_rooms_are_the_applications(rig: ColdRig) -> None:
+def test_blocks_larger_than_the_rooms_are_left_to_the_application(rig: ColdRig) -> None:
     length = ROOM_PAGES * PAGE
     rig.on_drive(1, 16, length=length)
     rig.left_to_us(Wanted((Row(8, length, 1, key=key_of(1)),)))
@@ -218,7 +220,7 @@ def test_blocks_that_need_larger_rooms_are_the_applications(rig: ColdRig) -> Non
 
 
 @pytest.mark.parametrize(("cold_max", "shelf_max"), [(2 * LENGTH, 1 << 30), (1 << 20, LENGTH), (0, 1 << 30)])
-def test_more_than_may_be_read_at_a_time_is_the_applications(
+def test_more_blocks_than_may_be_read_at_a_time_are_left_to_the_application(
     pair: Pair, tmp_path: Path, cold_max: int, shelf_max: int
 ) -> None:
     rig = ColdRig(pair, tmp_path / "drive", cold_max=cold_max, shelf_max=shelf_max)
@@ -228,7 +230,7 @@ def test_more_than_may_be_read_at_a_time_is_the_applications(
     rig.close()
 
 
-def test_an_owner_leaves_others_as_much_as_it_has(slow: ColdRig) -> None:
+def test_an_owner_leaves_others_as_much_as_it_uses(slow: ColdRig) -> None:
     """Of four blocks that may be read at a time, a first call reads two, and the same owner's second none."""
     slow.shelf.use_readers({DRIVE: slow.reader}, COLD, 4 * LENGTH)
     for number in (1, 2, 3):
@@ -274,7 +276,7 @@ def test_anything_but_the_right_record_is_left_to_the_application(rig: ColdRig, 
     assert not any(rig.got(8, LENGTH))
 
 
-def test_a_drive_that_cannot_be_read_leaves_all_to_the_application(rig: ColdRig) -> None:
+def test_an_unreadable_drive_leaves_all_to_the_application(rig: ColdRig) -> None:
     rig.on_drive(1, 16)
     rig.place(1, 8 << 20)  # behind its end
     rig.call(wanted(1))
@@ -314,7 +316,7 @@ def test_reads_of_a_desk_can_be_cancelled(slow: ColdRig) -> None:
     assert slow.pair.near.word(2).load() == 0
 
 
-def test_when_the_endpoint_closes_a_room_stays_until_the_drive_is_done_with_it(slow: ColdRig) -> None:
+def test_after_the_endpoint_closes_a_room_is_kept_until_the_drive_is_done_with_it(slow: ColdRig) -> None:
     slow.place(1, 16)
     slow.call(wanted(1))
     wait_until(slow.answered, "the call is answered")
@@ -337,7 +339,7 @@ def test_nothing_of_another_record_stays_in_the_room(rig: ColdRig) -> None:
     assert not any(rig.pair.far.bytes_at(at, ROOM_PAGES * PAGE))
 
 
-def test_rooms_outside_of_the_region_are_refused(rig: ColdRig) -> None:
+def test_rooms_outside_the_region_are_refused(rig: ColdRig) -> None:
     far = rig.pair.far.region
     for address, pages in (
         (far.address + 8, 1),
@@ -349,7 +351,7 @@ def test_rooms_outside_of_the_region_are_refused(rig: ColdRig) -> None:
     assert len(rig.shelf.rooms()) == ROOMS
 
 
-def test_done_is_the_answer_to_such_a_call(rig: ColdRig) -> None:
+def test_such_a_call_is_answered_with_done(rig: ColdRig) -> None:
     rig.on_drive(1, 16)
     rig.call(wanted(1))
     rig.came(1)

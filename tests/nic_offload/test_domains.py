@@ -39,24 +39,24 @@ def lands(where: Side, whose: Side) -> bool:
     return whose.bytes_at(AT, len(MARK)) == MARK
 
 
-def test_a_key_serves_strangers_at_its_own_endpoint(provider: str) -> None:
+def test_a_key_gives_strangers_access_at_its_own_endpoint(provider: str) -> None:
     with Side(provider) as whose:
         assert lands(whose, whose)
 
 
-def test_a_key_serves_strangers_at_another_endpoint_of_its_domain(provider: str) -> None:
+def test_a_key_gives_strangers_access_at_another_endpoint_of_its_domain(provider: str) -> None:
     with Side(provider) as whose:
         assert lands(Side.more(whose), whose)
 
 
-def test_a_key_serves_nobody_at_an_endpoint_of_another_domain(provider: str) -> None:
+def test_a_key_gives_no_access_at_an_endpoint_of_another_domain(provider: str) -> None:
     with Side(provider) as whose, Side(provider) as other:
         assert not lands(other, whose)
         with suppress(FabricError):
             quieten(whose.fabric, other.fabric)
 
 
-def test_a_key_serves_nobody_at_an_endpoint_of_another_domain_of_its_fabric(provider: str) -> None:
+def test_a_key_gives_no_access_at_an_endpoint_of_another_domain_of_its_fabric(provider: str) -> None:
     with Side(provider) as whose:
         if whose.fabric.domains_max == 1:
             assert provider in {"cxi", "sockets"}
@@ -74,8 +74,8 @@ def test_a_key_serves_nobody_at_an_endpoint_of_another_domain_of_its_fabric(prov
             whose.fabric.open_endpoint(domain=whose.fabric.domains_max)
 
 
-def test_a_domain_is_closed_with_the_last_of_what_is_in_it(provider: str) -> None:
-    """Its descriptors return, whatever was the last, and it can be opened again."""
+def test_a_domain_is_closed_with_its_last_user(provider: str) -> None:
+    """Its descriptors are freed, whatever was the last, and it can be opened again."""
     with Side(provider) as side:
         if side.fabric.domains_max == 1:
             return

@@ -20,7 +20,7 @@ PUTS = 300
 
 
 def test_closing_the_source_with_hundreds_in_flight_frees_it(provider: str) -> None:
-    """After the close the source may be scribbled upon: not a byte of that arrives."""
+    """After the close the source may be overwritten: not a byte of that arrives."""
     with Pair(provider) as pair:
         near, far, flag = pair.near, pair.far, pair.flags[0]
         for cycle in range(CYCLES):
@@ -65,8 +65,8 @@ def test_closing_the_source_with_hundreds_in_flight_frees_it(provider: str) -> N
         assert near.fabric.statistics().in_flight == 0
 
 
-def test_closing_the_target_ends_what_comes_in(provider: str) -> None:
-    """The source goes on sending; after the close the target does not change, on any page."""
+def test_closing_the_target_stops_incoming_writes(provider: str) -> None:
+    """The source continues to send; after the close the target does not change, on any page."""
     needs_ends_of_their_own(provider)
     with Pair(provider) as pair:
         near, far = pair.near, pair.far
@@ -98,8 +98,8 @@ def test_closing_the_target_ends_what_comes_in(provider: str) -> None:
         far.region.close()
 
 
-def test_the_ends_of_two_endpoints_do_not_mix(pair: Pair) -> None:
-    """What goes through one endpoint goes on when the other is closed."""
+def test_closing_one_endpoint_does_not_affect_the_other(pair: Pair) -> None:
+    """Transfers through one endpoint continue when the other is closed."""
     near, flag = pair.near, pair.flags[0]
     other = Side.more(near)
     way = Way.between(other, pair.far)
@@ -128,10 +128,7 @@ def slot_watch(pair: Pair, slot: int, length: int, deadline_ns: int = 0) -> Land
 
 
 def test_landed_puts_stay_landed_and_others_fail(provider: str) -> None:
-    """Twenty blocks of 8 MiB to sum up: few are done when the endpoint is closed right after their flags.
-
-    On a busy machine all may be, so there are some more chances.
-    """
+    """Few of twenty checksums of 8 MiB are done when the endpoint is closed; if all are, it tries again."""
     needs_ends_of_their_own(provider)
     assert any(close_while_summing(provider) for _ in range(8))
 
@@ -182,7 +179,7 @@ def test_a_closed_handle_is_refused(pair: Pair) -> None:
         pair.there.arm(put)
 
 
-def test_a_fabric_closes_with_everything_in_flight(provider: str) -> None:
+def test_a_fabric_can_be_closed_with_everything_in_flight(provider: str) -> None:
     needs_ends_of_their_own(provider)
     for _ in range(5):
         with Pair(provider) as pair:

@@ -44,9 +44,9 @@ def opens(*providers: str, **more: str) -> None:
 
 
 @pytest.mark.parametrize("chosen", [{}, {"FI_SOCKETS_PE_WAITTIME": "3", "IPATH_NO_BACKTRACE": "0"}])
-def test_the_environment_is_as_before(chosen: dict[str, str]) -> None:
+def test_the_environment_is_unchanged(chosen: dict[str, str]) -> None:
     opens("net", "sockets", **chosen)
 
 
-def test_the_environment_is_as_before_on_a_cassini() -> None:
+def test_the_environment_is_unchanged_on_a_cassini() -> None:
     opens("cxi", TRIGGERKV_LIBFABRIC=str(build()))

@@ -49,8 +49,8 @@ def test_the_flag_arrives_after_the_bytes_one_by_one(provider: str) -> None:
             near.final(generation)
 
 
-def test_the_flag_arrives_after_the_bytes_in_a_crowd(provider: str) -> None:
-    """All at once, each into a slot of its own, looked at in whatever order the flags come."""
+def test_the_flag_arrives_after_the_bytes_with_many_in_flight(provider: str) -> None:
+    """All at once, each into its own slot, checked in the order in which the flags arrive."""
     lengths = [*SIZES, 1 << 20, (1 << 20) + 3, (2 << 20) - 1] * 2
     starts = [0]
     for length in lengths:
@@ -86,7 +86,7 @@ def test_the_flag_arrives_after_the_bytes_in_a_crowd(provider: str) -> None:
         assert {finals[i].kind for i in tags} == {EventKind.DONE}
 
 
-def test_a_put_without_a_flag_touches_its_target_alone(pair: Pair) -> None:
+def test_a_put_without_a_flag_writes_only_its_target(pair: Pair) -> None:
     before = os.urandom(pair.far.length)
     pair.far.fill(0, before)
     block = os.urandom(5001)
@@ -100,7 +100,7 @@ def test_a_put_without_a_flag_touches_its_target_alone(pair: Pair) -> None:
     assert whole == before[:77] + block + before[77 + len(block) :]
 
 
-def test_a_flag_stands_alone_when_there_are_no_bytes(pair: Pair) -> None:
+def test_a_flag_without_bytes(pair: Pair) -> None:
     pair.there.arm(pair.there.put(1, 0, flag=(3, 1 << 63 | 5)))
     assert pair.near.final(1).kind == EventKind.DONE
     wait_until(lambda: pair.far.word(3).load() == 1 << 63 | 5, "the flag")

@@ -38,7 +38,7 @@ def test_words_are_zero_and_hold_64_bits() -> None:
         assert all(words[i].address % 8 == 0 for i in range(3))
 
 
-def test_two_processes_see_one_anothers_stores() -> None:
+def test_two_processes_see_each_others_stores() -> None:
     with FlagWords.create(2) as words:
         words[0].store(41)
         subprocess.run([sys.executable, "-c", NEXT, words.path], check=True, timeout=30)
@@ -55,7 +55,7 @@ def test_the_words_vanish_when_closed() -> None:
         FlagWords.open(path)
 
 
-def test_the_words_vanish_with_a_killed_maker() -> None:
+def test_the_words_vanish_when_their_creator_is_killed() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as maker:
@@ -71,7 +71,7 @@ def test_the_words_vanish_with_a_killed_maker() -> None:
 
 
 @pytest.mark.parametrize("path", ["/nope", "/", "/etc/passwd", "/dev/null", "", "a\0b"])
-def test_a_path_without_flag_words_is_a_mistake_of_the_callers(path: str) -> None:
+def test_a_path_without_flag_words_is_a_usage_error(path: str) -> None:
     with pytest.raises(InvalidArgument, match=r"FlagWords\.path`") as caught:
         FlagWords.open(path)
     assert "  " not in str(caught.value)
@@ -107,8 +107,8 @@ for length in (0, 1 << 20):
 """
 
 
-def test_flag_words_can_not_be_truncated_under_their_readers() -> None:
-    """Once whoever had the path could end the process of each that had the words mapped, by SIGBUS."""
+def test_flag_words_cannot_be_truncated_under_their_readers() -> None:
+    """Any process with the path could once end each process that had the words mapped, by SIGBUS."""
     with FlagWords.create(2) as words:
         subprocess.run([sys.executable, "-c", CUT, words.path], check=True, timeout=30)
         words[1].store(7)
@@ -117,7 +117,7 @@ def test_flag_words_can_not_be_truncated_under_their_readers() -> None:
             assert (len(opened), opened[1].load()) == (2, 7)
 
 
-def test_words_that_somebody_could_cut_are_not_opened() -> None:
+def test_words_that_could_be_truncated_are_not_opened() -> None:
     fd = os.memfd_create("triggerkv-flags")
     try:
         os.ftruncate(fd, 16)
@@ -139,8 +139,8 @@ def test_a_set_without_words_is_refused() -> None:
         FlagWords.create(0)
 
 
-def test_words_closed_while_puts_wait_for_them_stay_mapped_until_nothing_does() -> None:
-    """A put armed on a word, and then the words gone: the fabric's thread goes on looking, and the process lives."""
+def test_words_closed_while_puts_wait_for_them_stay_mapped_until_none_does() -> None:
+    """A put is armed on a word, then the words are closed: the fabric's thread keeps reading them safely."""
     with Side("net") as side, side.fabric.open_counter() as moved:
         for _ in range(200):
             with FlagWords.create(1) as words, side.fabric.open_counter(words[0]) as counter:
@@ -162,7 +162,7 @@ def test_words_closed_while_puts_wait_for_them_stay_mapped_until_nothing_does() 
     assert _mapped() == 0
 
 
-def test_a_word_may_be_stored_to_when_its_words_are_closed() -> None:
+def test_a_word_can_be_stored_to_after_its_words_are_closed() -> None:
     words = FlagWords.create(1)
     word = words[0]
     words.close()

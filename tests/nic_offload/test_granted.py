@@ -239,7 +239,7 @@ def net() -> Iterator[GrantRig]:
 
 
 @pytest.mark.parametrize("length", [1, 4096, 5000, 16_384, 100_001, LENGTH_MAX])
-def test_a_block_comes_whole_with_what_is_said_of_it(rig: GrantRig, length: int) -> None:
+def test_a_block_arrives_complete_with_its_metadata(rig: GrantRig, length: int) -> None:
     rig.feed(1)
     _, group = rig.put([7], length, durability=LANDED, metadata=b"who wants it")
     assert rig.codes(group, 1) == [LANDED]
@@ -257,7 +257,7 @@ def test_a_block_comes_whole_with_what_is_said_of_it(rig: GrantRig, length: int)
 
 @pytest.mark.parametrize("length", [1, 16_385, LENGTH_MAX])
 def test_nothing_of_a_block_stays_in_its_slot(rig: GrantRig, length: int) -> None:
-    """A slot is its peer's again from the answer on, so nobody else could overwrite it later, for an erasure."""
+    """The slot is its peer's again from the answer on, so nobody else could overwrite it later, for an erasure."""
     rig.feed(1)
     _, group = rig.put([7], length)
     assert rig.codes(group, 1) == [LANDED]
@@ -285,7 +285,7 @@ def test_writes_into_a_slot_after_its_flag_have_no_effect(net: GrantRig) -> None
     assert net.payload(net.came[0]) == net.data(3, 5000)
 
 
-def test_bytes_that_are_not_those_that_were_sent_are_refused(net: GrantRig) -> None:
+def test_bytes_other_than_those_sent_are_refused(net: GrantRig) -> None:
     net.feed(2, pages=4)
     payload = os.urandom(9000)
     net.forge(1, head_of(payload, payload_crc=crc32c(payload) ^ 1), payload)
@@ -301,10 +301,8 @@ def test_bytes_that_are_not_those_that_were_sent_are_refused(net: GrantRig) -> N
 
 @pytest.mark.parametrize("durability", [LANDED, WRITTEN])
 @pytest.mark.parametrize("is_needed", [True, False])
-def test_a_put_that_names_no_domain_is_refused_where_one_is_needed(
-    durability: int, *, is_needed: bool
-) -> None:
-    """Whatever of it the peer wants to hear; `shared` is the owner's own, which lanes know as zeros."""
+def test_a_put_without_a_domain_is_refused_where_one_is_needed(durability: int, *, is_needed: bool) -> None:
+    """For any requested acknowledgement; `shared` is the owner's own domain, which lanes know as zeros."""
     with Pair("net", 32 * MIB) as pair:
         pair.there.fence()
         rig = GrantRig(pair, UNSAID if is_needed else 0)
@@ -323,8 +321,8 @@ def test_a_put_that_names_no_domain_is_refused_where_one_is_needed(
         assert len(rig.shelf) == len(wanted)
 
 
-def test_a_flag_whose_bytes_have_not_come_is_no_put(net: GrantRig) -> None:
-    """As a NIC does it that fires at errors: the head in the slot is not of this generation."""
+def test_a_flag_without_its_bytes_is_not_a_put(net: GrantRig) -> None:
+    """As with a NIC that fires on errors: the header in the slot is not of this generation."""
     net.feed(1)
     net.flag(0, FIRST)
     wait_until(lambda: net.take().broken == -errno.EPROTO, "the end")
@@ -365,7 +363,7 @@ def test_an_invalid_put_ends_the_receiver_without_an_acknowledgement(
     assert (net.came, len(net.shelf), net.pair.near.word(3).load()) == ([], 0, 0)
 
 
-def test_without_a_room_a_put_waits_and_is_told_of_once(net: GrantRig) -> None:
+def test_without_a_room_a_put_waits_and_is_reported_once(net: GrantRig) -> None:
     _, group = net.put([1, 2])
     net.pair.far.wait(lambda: len(net.pair.far.of(RECEIVER)) == 1, "somebody is asked for room")
     assert not group.wait(1, 0.05)
@@ -404,7 +402,7 @@ def test_a_put_cancelled_before_it_fired_uses_no_slot(net: GrantRig) -> None:
     assert net.codes(group, 8) == [LANDED] * 8
 
 
-def test_a_deadline_ends_what_waits_for_its_flag_or_for_a_slot(net: GrantRig) -> None:
+def test_a_deadline_ends_waiting_for_a_flag_or_for_a_slot(net: GrantRig) -> None:
     near = net.pair.near
     tag, _ = net.put(list(range(3)), threshold=1000, deadline_ns=after_ms(30))
     assert near.final(tag + 4).status == -errno.ETIMEDOUT
@@ -421,7 +419,7 @@ def test_a_deadline_ends_what_waits_for_its_flag_or_for_a_slot(net: GrantRig) ->
 @pytest.mark.parametrize(
     "rig", PROVIDERS[:-1], indirect=True
 )  # sockets (1.17) loses the end of a first burst at times
-def test_closing_the_endpoint_ends_all_of_it(rig: GrantRig) -> None:
+def test_closing_the_endpoint_ends_everything(rig: GrantRig) -> None:
     rig.feed(2, pages=3)
     _, group = rig.put(list(range(30)))  # some land, some fill slots, some wait for a slot,
     rig.put(list(range(30)), threshold=9)  # and some for their flag
@@ -436,7 +434,9 @@ def test_closing_the_endpoint_ends_all_of_it(rig: GrantRig) -> None:
     rig.receiver.close()
 
 
-def test_blocks_that_arrived_before_the_endpoint_closed_are_taken_while_there_is_room(net: GrantRig) -> None:
+def test_blocks_that_arrived_before_the_endpoint_closed_are_processed_while_there_is_room(
+    net: GrantRig,
+) -> None:
     _, group = net.put([1, 2, 3])
     net.pair.far.wait(lambda: len(net.pair.far.of(RECEIVER)) == 1, "somebody is asked for room")
     wait_until(lambda: net.pair.far.bytes_at(0, 24) == FIRST.to_bytes(8, "little") * 3, "all flags")
@@ -449,7 +449,9 @@ def test_blocks_that_arrived_before_the_endpoint_closed_are_taken_while_there_is
     assert group.open_rows >= 1
 
 
-def test_another_block_of_the_name_is_refused_where_nobody_could_be_told_later(net: GrantRig) -> None:
+def test_another_block_of_the_same_name_is_refused_if_the_refusal_could_not_be_reported_later(
+    net: GrantRig,
+) -> None:
     net.feed(6, pages=3)
     assert net.codes(net.put([1])[1], 1) == [LANDED]
     other = net.data(1, 4999)
@@ -466,7 +468,7 @@ def test_another_block_of_the_name_is_refused_where_nobody_could_be_told_later(n
     assert (state.taken, len(net.shelf)) == (0, 1)
 
 
-def test_a_block_whose_life_is_counted_is_not_listed_and_not_acknowledged_too_late(net: GrantRig) -> None:
+def test_an_expiring_block_is_not_listed_and_not_acknowledged_too_late(net: GrantRig) -> None:
     net.feed(3, pages=3)
     now_ms = int(time.time() * 1000)
     assert net.codes(net.put([1], expires_unix_ms=now_ms + 60_000)[1], 1) == [LANDED]
@@ -477,7 +479,7 @@ def test_a_block_whose_life_is_counted_is_not_listed_and_not_acknowledged_too_la
     assert (net.came[0].listed, net.came[0].expires_unix_ms, len(net.shelf)) == (0, now_ms + 60_000, 0)
 
 
-def test_a_name_that_fires_before_it_is_known_is_not_sent(net: GrantRig) -> None:
+def test_a_put_that_fires_before_it_is_named_is_not_sent(net: GrantRig) -> None:
     net.feed(2, pages=3)
     near = net.pair.near
     tag, group = net.put([1], durability=0)
@@ -509,7 +511,7 @@ def test_unawaited_blocks_do_not_wake_a_waiter(net: GrantRig) -> None:
     assert group.wait_landed(WAIT_S)
 
 
-def test_a_block_on_the_shelf_gets_another_name_of_its_own(net: GrantRig) -> None:
+def test_a_block_on_the_shelf_gets_its_own_new_name(net: GrantRig) -> None:
     net.feed(1, pages=3)
     assert net.codes(net.put([1])[1], 1) == [LANDED]
     net.wait_came(1)
@@ -520,7 +522,7 @@ def test_a_block_on_the_shelf_gets_another_name_of_its_own(net: GrantRig) -> Non
 
 
 def test_a_landed_block_stays_listed_until_its_name_is_removed(net: GrantRig) -> None:
-    """As others of new names don't, whose records are not these; and once it is renamed it is one of them."""
+    """Unlike other new names, whose records differ; once it is renamed it is one of them."""
     net.feed(1, pages=3)
     assert net.codes(net.put([1])[1], 1) == [LANDED]
     net.wait_came(1)
@@ -534,8 +536,8 @@ def test_a_landed_block_stays_listed_until_its_name_is_removed(net: GrantRig) ->
     assert len(net.shelf) == 0
 
 
-def test_a_put_of_a_stored_name_is_answered_by_the_application(net: GrantRig) -> None:
-    """It knows the bytes that are there. Who waits for more than `landed` hears that all the same."""
+def test_a_put_under_a_stored_name_is_answered_by_the_application(net: GrantRig) -> None:
+    """It knows the stored bytes. A put that waits for more than `landed` is answered all the same."""
     net.feed(6, pages=3)
     net.shelf.stored(OWNER + key_of(1) + OWNER + key_of(2), are_stored=True)
     _, unanswered = net.put([1])
@@ -554,7 +556,7 @@ def test_a_put_of_a_stored_name_is_answered_by_the_application(net: GrantRig) ->
     assert unanswered.open_rows == 1, "it has heard nothing"
 
 
-def test_a_block_that_is_not_listed_is_stored_for_the_next_of_its_name(net: GrantRig) -> None:
+def test_an_unlisted_block_is_stored_for_the_next_one_of_its_name(net: GrantRig) -> None:
     net.feed(3, pages=3)
     soon_ms = int(time.time() * 1000) + 60_000
     assert net.codes(net.put([1], expires_unix_ms=soon_ms)[1], 1) == [LANDED]

@@ -62,7 +62,7 @@ def events(pair: Pair) -> list[Event]:
     return pair.near.events
 
 
-def test_words_are_noted_and_one_event_says_that_all_is_over(pair: Pair) -> None:
+def test_words_are_noted_and_one_event_reports_the_end(pair: Pair) -> None:
     group = watched(pair, 2)
     before_ns = time.monotonic_ns()
     say(pair, 0, LANDED)
@@ -78,7 +78,7 @@ def test_words_are_noted_and_one_event_says_that_all_is_over(pair: Pair) -> None
     assert second.landed_ns == second.over_ns
 
 
-def test_a_word_that_is_none_of_the_good_ones_is_an_event_and_its_reader_ends_the_row(pair: Pair) -> None:
+def test_an_error_word_is_an_event_and_its_reader_ends_the_row(pair: Pair) -> None:
     group = watched(pair, 1)
     say(pair, 0, REFUSED)
     wait_until(lambda: bool(events(pair)), "the word")
@@ -92,7 +92,7 @@ def test_a_word_that_is_none_of_the_good_ones_is_an_event_and_its_reader_ends_th
     assert len(events(pair)) == 1, "who ends the last row knows it"
 
 
-def test_a_row_that_is_over_stays_as_it_is(pair: Pair) -> None:
+def test_an_ended_row_does_not_change(pair: Pair) -> None:
     group = watched(pair, 1)
     group.end(0, 5)
     say(pair, 0, WRITTEN)
@@ -102,7 +102,7 @@ def test_a_row_that_is_over_stays_as_it_is(pair: Pair) -> None:
     assert group.open_rows == 0
 
 
-def test_a_watch_that_ends_in_vain_is_an_event(pair: Pair) -> None:
+def test_a_watch_that_fails_is_an_event(pair: Pair) -> None:
     group = watched(pair, 1, deadline_ns=after_ms(20))
     wait_until(lambda: bool(events(pair)), "its deadline")
     assert [event.kind for event in events(pair)] == [EventKind.WATCH_FAILED]
@@ -124,7 +124,7 @@ def test_a_waiter_is_woken_and_gets_no_event(pair: Pair) -> None:
     assert [event.kind for event in events(pair) if event.tag == TAG] == []
 
 
-def test_the_first_rows_are_waited_for_in_their_order(pair: Pair) -> None:
+def test_the_first_rows_are_awaited_in_order(pair: Pair) -> None:
     group = watched(pair, 4)
     for row in (1, 2, 3):
         say(pair, row, WRITTEN)
@@ -146,7 +146,7 @@ def test_landed_is_the_first_word_of_all_or_their_end(pair: Pair) -> None:
     assert group.open_rows == 1
 
 
-def test_of_a_group_that_is_awaited_no_end_is_told(pair: Pair) -> None:
+def test_the_end_of_an_awaited_group_is_not_an_event(pair: Pair) -> None:
     group = watched(pair, 1, is_awaited=True)
     say(pair, 0, WRITTEN)
     wait_until(lambda: group.open_rows == 0, "it is over")
@@ -154,7 +154,7 @@ def test_of_a_group_that_is_awaited_no_end_is_told(pair: Pair) -> None:
     assert [event for event in events(pair) if event.tag == TAG] == []
 
 
-def test_two_wait_for_different_parts(pair: Pair) -> None:
+def test_two_threads_wait_for_different_parts(pair: Pair) -> None:
     group = watched(pair, 2)
     order: list[int] = []
 
@@ -175,7 +175,7 @@ def test_two_wait_for_different_parts(pair: Pair) -> None:
     assert order == [1, 2]
 
 
-def test_when_a_put_fired_is_noted(pair: Pair) -> None:
+def test_the_time_a_put_fired_is_noted(pair: Pair) -> None:
     group = Group(pair.near.fabric, TAG, 2)
     flag = pair.flags[0]
     pair.there.arm(*(pair.there.put(i, 8, fires=(flag, i + 1), group=group, row=i) for i in range(2)))
@@ -187,7 +187,7 @@ def test_when_a_put_fired_is_noted(pair: Pair) -> None:
     assert (first.over, second) == (0, (0, 0, 0, 0, 0))
 
 
-def test_a_group_that_nobody_has_any_more_is_written_to_safely(pair: Pair) -> None:
+def test_writes_to_a_freed_group_are_safe(pair: Pair) -> None:
     for _ in range(50):
         watched(pair, 4)
         for row in range(4):

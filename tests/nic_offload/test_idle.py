@@ -62,8 +62,8 @@ def share_awake(seconds: float = 0.5) -> float:
     return (time.process_time() - before) / seconds
 
 
-def test_a_peers_write_ends_a_sleep_that_would_last_longer(pair: Pair) -> None:
-    """A fabric without anything to do looks for itself every 20 ms: without the wake a tenth would come within 2 ms."""
+def test_a_peers_write_ends_a_longer_sleep(pair: Pair) -> None:
+    """An idle fabric polls every 20 ms: without the wake a tenth of the words would arrive within 2 ms."""
     took_ns = []
     for value in range(1, MANY // 2 + 1):
         falls_asleep(pair.far.fabric, 1)
@@ -74,7 +74,7 @@ def test_a_peers_write_ends_a_sleep_that_would_last_longer(pair: Pair) -> None:
     assert sum(one < 2e6 for one in took_ns) > 0.3 * len(took_ns)
 
 
-def test_a_fabric_that_nobody_talks_to_sleeps_longer_than_a_nap(pair: Pair) -> None:
+def test_a_fabric_without_traffic_sleeps_longer_than_a_nap(pair: Pair) -> None:
     rates = []
     for _ in range(5):  # a machine that is busy with others may spoil some
         falls_asleep(pair.far.fabric)
@@ -100,16 +100,16 @@ def test_a_fabric_without_endpoints_sleeps_until_one_is_opened(provider: str) ->
         Way.between(far, Side.more(near)).fence()
 
 
-def test_a_peer_that_went_away_keeps_nobody_awake(pair: Pair) -> None:
-    """Its socket is readable for ever, and has ended."""
+def test_a_peer_that_has_left_keeps_no_fabric_awake(pair: Pair) -> None:
+    """Its socket is readable forever, and at its end."""
     with Side(pair.provider) as third:
         Way.between(pair.near, third).fence()
         Way.between(third, pair.near).fence()
     assert min(share_awake() for _ in range(5)) < 0.1
 
 
-def test_a_store_of_another_process_rings(pair: Pair) -> None:
-    """The bell is heard: with a byte in the pipe the thread wakes, and takes it out."""
+def test_a_store_in_another_process_rings(pair: Pair) -> None:
+    """The bell is received: with a byte in the pipe the thread wakes, and reads it."""
     flags = pair.flags
     command = [sys.executable, "-c", STORE, flags.path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as storer:
@@ -143,7 +143,7 @@ def test_a_sleeper_is_counted_only_while_words_are_awaited() -> None:
 
 
 def test_a_store_ends_a_nap(pair: Pair) -> None:
-    """It lasts two milliseconds: without the wake a fifth would end within .4 ms."""
+    """It lasts two milliseconds: without the wake a fifth would end within 0.4 ms."""
     took_ns = []
     for value in range(1, MANY + 1):
         pair.there.arm(pair.there.put(value, 8, fires=(pair.flags[0], value)))
@@ -155,7 +155,7 @@ def test_a_store_ends_a_nap(pair: Pair) -> None:
 
 
 def test_words_without_their_bell_are_refused() -> None:
-    """Who made them has closed them, but the memory is mapped on somewhere."""
+    """Their creator has closed them, but the memory is still mapped elsewhere."""
     with FlagWords.create(2) as words:
         fd = os.memfd_create("triggerkv-flags", os.MFD_ALLOW_SEALING)
         try:
@@ -167,8 +167,8 @@ def test_words_without_their_bell_are_refused() -> None:
         assert len(FlagWords.open(words.path)) == 2
 
 
-def test_many_bells_are_rung_with_nobody_listening() -> None:
-    """A full pipe holds up nobody."""
+def test_many_bells_ring_without_a_listener() -> None:
+    """A full pipe blocks no process."""
     with Pair("net") as pair:
         bell = bell_of(pair.flags[0])
         bell.sleepers += 1  # somebody who was killed in its sleep
@@ -180,8 +180,8 @@ def test_many_bells_are_rung_with_nobody_listening() -> None:
         bell.sleepers -= 1
 
 
-def test_the_search_for_sockets_takes_little_of_the_threads_time_however_many_there_are() -> None:
-    """Once each of 40 attaches a second cost a search of all sockets, for each of them among all endpoints."""
+def test_the_search_for_sockets_takes_little_time_however_many_there_are() -> None:
+    """Each of 40 attaches a second once caused a search of all sockets, for each among all endpoints."""
     with Fabric("net", address="127.0.0.1") as fabric:
         endpoints = [fabric.open_endpoint() for _ in range(ENDPOINTS)]
         before, until = fabric.statistics(), time.monotonic() + 1.0
@@ -193,8 +193,8 @@ def test_the_search_for_sockets_takes_little_of_the_threads_time_however_many_th
         assert share < 0.2
 
 
-def test_words_that_move_without_a_wakeup_cause_few_searches_for_sockets(pair: Pair) -> None:
-    """Such as those that a node stores in memory that it shares. Each cost a second of searches."""
+def test_words_that_change_without_a_wakeup_cause_few_searches_for_sockets(pair: Pair) -> None:
+    """Such as those that a node stores in memory that it shares. They once caused searches every second."""
     fabric, word = pair.near.fabric, pair.near.word(0)
     wait_until(lambda: fabric.statistics().searches > 0, "it has looked for its sockets")
     select.select([], [], [], 1.2)  # the searches after the connection was made end

@@ -29,7 +29,7 @@ def test_it_needs_no_libfabric() -> None:
     assert done.stdout == "memory\n"
 
 
-def test_an_endpoint_of_another_process_is_not_reached() -> None:
+def test_an_endpoint_of_another_process_is_unreachable() -> None:
     with Side(MEMORY) as near:
         address = near.endpoint.address()
         theirs = address[:4] + (os.getpid() + 1).to_bytes(4, sys.byteorder) + address[8:]
@@ -58,7 +58,7 @@ def test_nothing_is_written_with_a_wrong_key_or_before_a_region() -> None:
         assert far.bytes_at(0, PAGE) == UNTOUCHED
 
 
-def test_nothing_is_written_into_a_region_that_is_closed() -> None:
+def test_nothing_is_written_into_a_closed_region() -> None:
     with Pair(MEMORY) as pair:
         near, far, way = pair.near, pair.far, pair.there
         near.fill(0, b"\xff" * PAGE)
@@ -68,7 +68,7 @@ def test_nothing_is_written_into_a_region_that_is_closed() -> None:
         assert far.bytes_at(0, PAGE) == UNTOUCHED
 
 
-def test_nothing_comes_through_an_endpoint_that_is_closed() -> None:
+def test_nothing_arrives_through_a_closed_endpoint() -> None:
     with Pair(MEMORY) as pair:
         near, far, way = pair.near, pair.far, pair.there
         near.fill(0, b"\xff" * PAGE)
@@ -81,7 +81,7 @@ def test_nothing_comes_through_an_endpoint_that_is_closed() -> None:
 @pytest.mark.skipif(
     "tsan" in os.environ.get("LD_PRELOAD", ""), reason="ThreadSanitizer allows no threads after a fork"
 )
-def test_a_child_of_a_fork_has_none_of_its_parents_endpoints_and_can_open_its_own() -> None:
+def test_a_forked_child_has_none_of_its_parents_endpoints_and_can_open_its_own() -> None:
     with Side(MEMORY) as near:
         address = near.endpoint.address()
         child = os.fork()

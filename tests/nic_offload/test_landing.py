@@ -85,7 +85,7 @@ def test_a_block_lands_with_its_checksum_and_is_acknowledged(pair: Pair, length:
     assert pair.far.of(1) == [event]
 
 
-def test_a_wrong_generation_is_not_taken_then_the_right_one_is(pair: Pair) -> None:
+def test_a_wrong_generation_is_ignored_and_then_the_right_one_accepted(pair: Pair) -> None:
     watch_landings(pair.far.fabric, [landing(pair, 1, 1 << 32 | 7, 100)])
     pair.far.fabric.cancel([0])  # when it returns, the watch stands
     # Those of the second row differ in one half of the word alone; a later one is as wrong as an earlier one.
@@ -104,14 +104,14 @@ def test_a_wrong_generation_is_not_taken_then_the_right_one_is(pair: Pair) -> No
     wait_until(lambda: pair.near.word(1).load() == (1 << 32 | 7) << 8 | LANDED, "the acknowledgement")
 
 
-def test_a_block_that_came_before_its_watch_lands(pair: Pair) -> None:
+def test_a_block_that_arrived_before_its_watch_lands(pair: Pair) -> None:
     pair.there.arm(pair.there.put(9, 100, flag=(0, 7)))
     wait_until(lambda: pair.far.word(0).load() == 7, "the flag")
     watch_landings(pair.far.fabric, [landing(pair, 1, 7, 100)])
     assert pair.far.final(1).kind == EventKind.LANDED
 
 
-def test_a_landing_that_never_comes_ends_at_its_deadline(pair: Pair) -> None:
+def test_a_missing_landing_ends_at_its_deadline(pair: Pair) -> None:
     watch_landings(pair.far.fabric, [landing(pair, 1, 7, 100, deadline_ns=after_ms(20))])
     event = pair.far.final(1)
     assert (event.kind, event.status) == (EventKind.WATCH_FAILED, -errno.ETIMEDOUT)
@@ -122,7 +122,7 @@ def test_a_landing_that_never_comes_ends_at_its_deadline(pair: Pair) -> None:
     assert pair.far.of(1) == [event]
 
 
-def test_a_cancelled_landing_takes_nothing(pair: Pair) -> None:
+def test_a_cancelled_landing_accepts_nothing(pair: Pair) -> None:
     watch_landings(pair.far.fabric, [landing(pair, 1, 7, 100)])
     assert pair.far.fabric.cancel([1]) == 1
     pair.there.arm(pair.there.put(9, 100, flag=(0, 7)))
@@ -135,8 +135,8 @@ def test_a_cancelled_landing_takes_nothing(pair: Pair) -> None:
     assert pair.near.word(1).load() == 0
 
 
-def test_an_acknowledgement_that_is_refused_does_not_undo_the_landing(pair: Pair) -> None:
-    """The peer gave a key that is nobody's."""
+def test_a_refused_acknowledgement_does_not_undo_the_landing(pair: Pair) -> None:
+    """The peer gave an invalid key."""
     watch_landings(pair.far.fabric, [landing(pair, 1, 7, 100, ack_key=pair.back.key ^ 0x5A5A5A)])
     pair.there.arm(pair.there.put(9, 100, flag=(0, 7)))
     assert pair.far.final(1).kind == EventKind.LANDED
@@ -182,7 +182,7 @@ def test_acknowledgements_of_another_generation_are_ignored(pair: Pair) -> None:
     pair.near.wait(lambda: len(pair.near.of(1)) == 1, "the acknowledgement")
 
 
-def test_an_acknowledgement_that_came_before_its_watch_is_seen(pair: Pair) -> None:
+def test_an_acknowledgement_that_arrived_before_its_watch_is_seen(pair: Pair) -> None:
     say(pair, 1, 7, WRITTEN)
     wait_until(lambda: pair.near.word(1).load() == 7 << 8 | WRITTEN, "the word")
     watch_acks(pair.near.fabric, [ack(pair, 1, 7, WRITTEN)])
@@ -190,7 +190,7 @@ def test_an_acknowledgement_that_came_before_its_watch_is_seen(pair: Pair) -> No
     assert pair.near.of(1)[0].value == 7 << 8 | WRITTEN
 
 
-def test_an_acknowledgement_that_never_comes_ends_at_its_deadline(pair: Pair) -> None:
+def test_a_missing_acknowledgement_ends_at_its_deadline(pair: Pair) -> None:
     watch_acks(pair.near.fabric, [ack(pair, 1, 7, WRITTEN, deadline_ns=after_ms(20))])
     event = pair.near.final(1)
     assert (event.kind, event.status) == (EventKind.WATCH_FAILED, -errno.ETIMEDOUT)
@@ -234,7 +234,7 @@ def test_many_slots_land_each_with_its_own_checksum(pair: Pair) -> None:
     pair.near.wait(lambda: all(pair.near.of(i) for i in range(count)), "all acknowledgements")
 
 
-def test_a_word_at_an_odd_address_is_refused(pair: Pair) -> None:
+def test_a_word_at_an_unaligned_address_is_refused(pair: Pair) -> None:
     odd = pair.far.word(0).address + 4
     with pytest.raises(FabricError, match=str(-errno.EINVAL)):
         watch_landings(pair.far.fabric, [landing(pair, 1, 7, 100, word=odd)])

@@ -126,7 +126,7 @@ def drive(tmp_path: Path) -> Iterator[Drive]:
         drive.close()
 
 
-def test_a_block_is_written_and_told_of_without_the_application(drive: Drive) -> None:
+def test_a_block_is_written_and_acknowledged_without_the_application(drive: Drive) -> None:
     rig = drive.rig
     rig.feed(8, pages=PAGES)
     rig.pair.far.fill(ROOMS, b"\xff" * (8 * PAGES * PAGE))
@@ -152,7 +152,7 @@ def test_a_block_is_written_and_told_of_without_the_application(drive: Drive) ->
     )
 
 
-def test_only_a_query_learns_of_a_block_before_its_end(drive: Drive) -> None:
+def test_only_a_query_reports_a_block_before_its_end(drive: Drive) -> None:
     rig, lane = drive.rig, drive.lane
     rig.feed(3, pages=PAGES)
     drive.lend(is_clear=False)
@@ -174,7 +174,7 @@ def test_only_a_query_learns_of_a_block_before_its_end(drive: Drive) -> None:
     assert rig.shelf.came == 3
 
 
-def test_rooms_are_asked_for_before_lanes_have_used_all(drive: Drive) -> None:
+def test_rooms_are_requested_before_lanes_have_used_all(drive: Drive) -> None:
     rig = drive.rig
     rig.feed(4, pages=PAGES)
     drive.lend()
@@ -221,7 +221,7 @@ def put_one(drive: Drive, number: int, length: int = LENGTH) -> None:
     assert drive.rig.put([number], length, durability=WRITTEN)[1].wait_landed(20)
 
 
-def test_without_ground_the_application_has_the_block(drive: Drive) -> None:
+def test_without_ground_the_application_gets_the_block(drive: Drive) -> None:
     rig = drive.rig
     rig.feed(6, pages=PAGES)
     drive.lend(pages=2 * PAGES, records=64)
@@ -241,7 +241,7 @@ def test_without_ground_the_application_has_the_block(drive: Drive) -> None:
     assert drive.wait_written(3)[2][2:4] == (200, 50 * PAGE)
 
 
-def test_it_goes_on_to_the_next_ground_when_a_record_does_not_fit(drive: Drive) -> None:
+def test_the_lane_continues_on_the_next_ground_when_a_record_does_not_fit(drive: Drive) -> None:
     rig = drive.rig
     rig.feed(8, pages=PAGES)
     drive.lend(pages=2 * PAGES + 1, records=10)
@@ -268,7 +268,7 @@ def test_it_goes_on_to_the_next_ground_when_a_record_does_not_fit(drive: Drive) 
     assert drive.lane.state() == NO_GROUND
 
 
-def test_other_ground_takes_the_place_of_the_next(drive: Drive) -> None:
+def test_other_ground_replaces_the_next(drive: Drive) -> None:
     rig = drive.rig
     rig.feed(4, pages=PAGES)
     drive.lend(pages=PAGES, records=1)
@@ -288,7 +288,7 @@ def asked(drive: Drive) -> int:
     return sum(event.tag == TAG for event in drive.rig.pair.far.fabric.reap())
 
 
-def test_a_block_waits_for_ground_that_will_come(drive: Drive) -> None:
+def test_a_block_waits_for_ground_that_will_arrive(drive: Drive) -> None:
     rig = drive.rig
     rig.feed(6, pages=PAGES)
     drive.lane.expect(ground=True)
@@ -308,7 +308,7 @@ def test_a_block_waits_for_ground_that_will_come(drive: Drive) -> None:
     assert [came.under_way for came in rig.came] == [1, 1]
 
 
-def test_a_block_does_not_wait_for_ground_that_will_not_come(drive: Drive) -> None:
+def test_a_block_does_not_wait_for_ground_that_will_not_arrive(drive: Drive) -> None:
     rig = drive.rig
     rig.feed(6, pages=PAGES)
     drive.lane.expect(ground=True)
@@ -338,7 +338,7 @@ def test_a_put_is_reported_after_all_earlier_ones_are_on_the_drive(drive: Drive)
     drive.wait_written(2)
 
 
-def test_a_write_that_fails_is_the_last(tmp_path: Path) -> None:
+def test_a_failed_write_is_the_last(tmp_path: Path) -> None:
     for rig in open_rig("net"):
         drive = Drive(rig, tmp_path / "drive", os.O_RDONLY)
         rig.feed(4, pages=PAGES)
@@ -359,7 +359,7 @@ def test_a_write_that_fails_is_the_last(tmp_path: Path) -> None:
         drive.close()
 
 
-def test_many_go_in_order_whatever_their_number(drive: Drive) -> None:
+def test_any_number_of_blocks_is_written_in_order(drive: Drive) -> None:
     rig = drive.rig
     rig.feed(120, pages=PAGES)
     drive.lend(pages=120 * PAGES, records=120)
@@ -396,7 +396,7 @@ def left_to_lanes(rig: GrantRig, count: int) -> None:
     rig.wait_came(count, every=False)
 
 
-def test_a_block_waits_for_a_lane_that_its_owner_has_filled(narrow: Drive) -> None:
+def test_a_block_waits_for_a_lane_filled_by_its_owner(narrow: Drive) -> None:
     rig = narrow.rig
     _, group = rig.put([1, 2, 3, 4], LENGTH, durability=WRITTEN)
     assert group.wait_landed(20)
@@ -425,8 +425,8 @@ def test_the_application_may_take_a_block_that_waits_for_a_lane(narrow: Drive) -
     assert len(narrow.written) == 3, "nobody else writes what the application has taken"
 
 
-def test_a_block_whose_name_is_stored_meanwhile_waits_no_more(narrow: Drive) -> None:
-    """The application puts another of that name itself, and has to know of both."""
+def test_a_block_whose_name_is_stored_meanwhile_stops_waiting(narrow: Drive) -> None:
+    """The application puts another block of that name itself, and must know of both."""
     rig = narrow.rig
     _, group = rig.put([1, 2, 3, 4], LENGTH)
     assert group.wait_landed(20)
@@ -439,14 +439,14 @@ def test_a_block_whose_name_is_stored_meanwhile_waits_no_more(narrow: Drive) -> 
 
 
 def test_a_block_waits_no_longer_than_a_second(narrow: Drive) -> None:
-    """A drive that hangs keeps nothing from the application."""
+    """A hanging drive keeps no block from the application."""
     rig = narrow.rig
     assert rig.put([1, 2, 3], LENGTH)[1].wait_landed(20)
     left_to_lanes(rig, 3)
     assert [came.under_way for came in rig.came] == [1, 1, 0]
 
 
-def test_a_short_block_does_not_overtake_those_that_wait(tmp_path: Path) -> None:
+def test_a_short_block_does_not_overtake_waiting_ones(tmp_path: Path) -> None:
     for rig in open_rig("net"):
         drive = Drive(rig, tmp_path / "drive", bytes_max=(2 * PAGES + 1) * PAGE)
         rig.feed(8, pages=PAGES)
@@ -462,8 +462,8 @@ def test_a_short_block_does_not_overtake_those_that_wait(tmp_path: Path) -> None
         drive.close()
 
 
-def test_a_lane_that_another_owner_uses_is_not_waited_for(narrow: Drive) -> None:
-    """The application has them take turns at the drive."""
+def test_a_block_does_not_wait_for_a_lane_that_another_owner_uses(narrow: Drive) -> None:
+    """The application schedules them at the drive."""
     rig, at, payload = narrow.rig, 24 * MIB, b"p" * LENGTH
     pair = rig.pair
     here = pair.far.region.address + at
@@ -500,9 +500,7 @@ def test_a_lane_that_another_owner_uses_is_not_waited_for(narrow: Drive) -> None
 
 
 @pytest.mark.parametrize("provider", ["net", "tcp;ofi_rxm"])
-def test_a_peer_that_takes_nothing_holds_up_nobody_elses_acknowledgements(
-    provider: str, tmp_path: Path
-) -> None:
+def test_an_unreachable_peer_does_not_delay_acknowledgements_of_others(provider: str, tmp_path: Path) -> None:
     """It is stopped before anything was sent to it; its block was the first to be written."""
     at, payload = 24 * MIB, b"p" * LENGTH
     with Far(provider, MIB) as other:

@@ -50,13 +50,13 @@ def test_without_libfabric_everything_imports_and_the_fabric_says_what_to_instal
         assert line.endswith(".")
 
 
-def test_a_library_that_is_no_libfabric_is_refused() -> None:
+def test_a_library_other_than_libfabric_is_refused() -> None:
     lines = without_libfabric("libc.so.6")
     assert len(lines) == 2
     assert "libc.so.6 is not a libfabric" in lines[0]
 
 
-def test_providers_are_listed_with_what_they_can_do() -> None:
+def test_providers_are_listed_with_their_features() -> None:
     library = load()
     assert load() == library
     known = {provider.name: provider for provider in library.providers()}
@@ -80,7 +80,7 @@ def test_an_unknown_provider_is_refused_by_name() -> None:
     assert not isinstance(caught.value, FabricUnavailable)
 
 
-def test_a_fabric_closes_once_and_gives_its_descriptors_back(provider: str) -> None:
+def test_a_fabric_closes_once_and_frees_its_descriptors(provider: str) -> None:
     for _ in range(3):  # the provider keeps some for as long as the process lives
         open_fabric(provider).close()
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - a count is all

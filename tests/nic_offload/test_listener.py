@@ -38,6 +38,6 @@ def test_an_endpoints_listener_is_found_wherever_its_descriptor_is(provider: str
 
 
 @pytest.mark.parametrize("provider", ["shm", "memory"])
-def test_an_endpoint_without_tcp_has_none(provider: str) -> None:
+def test_an_endpoint_without_tcp_has_no_listener(provider: str) -> None:
     with Fabric(provider) as fabric:
         assert fabric.open_endpoint().listener() is None

@@ -59,7 +59,7 @@ def test_one_fabric_serves_16_endpoints_each_with_its_own_peer(provider: str) ->
             peer.close()
 
 
-def test_both_ways_at_once(pair: Pair) -> None:
+def test_puts_in_both_directions_at_once(pair: Pair) -> None:
     blocks = os.urandom(30_000), os.urandom(30_000)
     pair.near.fill(0, blocks[0])
     pair.far.fill(0, blocks[1])
@@ -74,7 +74,7 @@ def test_both_ways_at_once(pair: Pair) -> None:
 
 
 def test_an_idle_fabric_sleeps(provider: str) -> None:
-    """It has a put that waits, so that it has something to look at."""
+    """It has a waiting put, so that it has something to check."""
     with Pair(provider) as pair:
         pair.there.fence()
         pair.there.arm(pair.there.put(1, 8, fires=(pair.flags[0], 1)))
@@ -87,7 +87,7 @@ def test_an_idle_fabric_sleeps(provider: str) -> None:
 
 
 def test_a_sleeping_fabric_wakes_for_new_work(pair: Pair) -> None:
-    """By itself it would look every 20 ms: a tenth would be posted within 2 ms."""
+    """By itself it would check every 20 ms: a tenth would be posted within 2 ms."""
     pair.there.fence()
     tags = itertools.count()
 
@@ -101,7 +101,7 @@ def test_a_sleeping_fabric_wakes_for_new_work(pair: Pair) -> None:
     assert happens_more_often(is_soon, 1 / 10)
 
 
-def test_events_come_in_order_and_in_batches(pair: Pair) -> None:
+def test_events_arrive_in_order_and_in_batches(pair: Pair) -> None:
     total = 3000
     flag = pair.flags[0]
     for start in range(0, total, 500):
@@ -115,7 +115,7 @@ def test_events_come_in_order_and_in_batches(pair: Pair) -> None:
     assert not select.select([pair.near.fabric], [], [], 0)[0]
 
 
-def test_events_that_nobody_takes_are_bounded(provider: str) -> None:
+def test_unread_events_are_bounded(provider: str) -> None:
     with Pair(provider, work_max=64) as pair:
         put = pair.there.put(1, 8)
         armed = 0
@@ -138,8 +138,8 @@ def test_events_that_nobody_takes_are_bounded(provider: str) -> None:
 
 
 @pytest.mark.parametrize("provider", ["net"])
-def test_memory_for_queued_work_is_freed_once_nothing_has_needed_it_between_two_looks(pair: Pair) -> None:
-    """Most of what is queued is cancelled; the rest stays where it is, and fires."""
+def test_memory_for_queued_work_is_freed_once_nothing_needed_it_between_two_checks(pair: Pair) -> None:
+    """Most of the queue is cancelled; the rest stays in place, and fires."""
     near, there, flag = pair.near, pair.there, pair.flags[0]
     tags, more = range(16 << 10), range(16 << 10, 20 << 10)
     kept = {*tags[:100], tags[len(tags) // 2]}
@@ -178,6 +178,6 @@ def test_words_put_quietly_report_nothing(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 257])
-def test_an_address_of_no_length_is_refused(pair: Pair, length: int) -> None:
+def test_an_empty_address_is_refused(pair: Pair, length: int) -> None:
     with pytest.raises(FabricError):
         pair.near.fabric.add_peer(b"x" * length)

@@ -19,7 +19,7 @@ def test_an_exact_entry_is_hit() -> None:
 
 
 @pytest.mark.parametrize("changed", ["tenant", "user", "context", "model"])
-def test_another_name_in_any_field_is_a_miss(changed: str) -> None:
+def test_another_value_in_any_field_is_a_miss(changed: str) -> None:
     table = table_of(rule(tenant="acme", user="alice", context="chat-1", model="llama"))
     assert hit(table, request(**{changed: "other"})) is None
 
@@ -60,14 +60,14 @@ def test_two_contexts_of_one_user_are_two_entries() -> None:
     assert hit(table, request(context="chat-3")) is None
 
 
-def test_priority_beats_specificity_in_either_order_of_adding() -> None:
+def test_priority_beats_specificity_whatever_the_order_of_adding() -> None:
     wide = rule(DENY, name="wide", priority=200, source="10.0.0.0/8")
     exact = rule(name="exact", priority=199, tenant="acme", user="alice", context="chat-1", model="llama")
     assert hit(table_of(wide, exact), request()) == "wide"
     assert hit(table_of(exact, wide), request()) == "wide"
 
 
-def test_of_equal_priorities_the_more_specific_wins() -> None:
+def test_with_equal_priorities_the_more_specific_entry_wins() -> None:
     ladder: list[dict[str, Any]] = [
         {},
         {"source_port": "1-65535"},
@@ -107,7 +107,7 @@ def test_of_equally_specific_ones_the_older_wins_also_across_masks() -> None:
         ),  # 33 = 9 + 24 bits
     ],
 )
-def test_the_older_wins_although_the_younger_ones_map_is_asked_first(
+def test_the_older_wins_even_if_the_younger_ones_map_is_probed_first(
     young: dict[str, Any], old: dict[str, Any]
 ) -> None:
     table = table_of(rule(name="first of its mask", priority=1, **young), rule(name="old", **old))
@@ -121,7 +121,7 @@ def test_a_rule_of_the_file_is_older_than_an_added_one() -> None:
     assert hit(table, request()) == "filed"
 
 
-def test_a_rule_added_above_all_others_is_seen_at_once() -> None:
+def test_a_rule_added_above_all_others_takes_effect_at_once() -> None:
     table = table_of(
         rule(name="low", priority=1, source="10.0.0.0/8"), rule(name="mid", priority=5, tenant="acme")
     )
@@ -129,7 +129,7 @@ def test_a_rule_added_above_all_others_is_seen_at_once() -> None:
     assert hit(table, request()) == "high"
 
 
-def test_removing_gives_the_next_best_and_leaves_no_mask_behind() -> None:
+def test_removing_an_entry_exposes_the_next_best_and_leaves_no_mask_behind() -> None:
     table = table_of(rule(name="low", priority=1, tenant="acme"))
     high = table.add(rule(name="high", priority=9, source="10.0.0.0/8"))
     assert hit(table, request()) == "high"
@@ -140,7 +140,7 @@ def test_removing_gives_the_next_best_and_leaves_no_mask_behind() -> None:
         table.remove(high)
 
 
-def test_the_bound_of_a_mask_follows_what_leaves_it() -> None:
+def test_the_bound_of_a_mask_follows_the_entries_that_leave_it() -> None:
     table = table_of(
         rule(name="keep", priority=1, source="10.0.0.0/8"), rule(name="mid", priority=5, tenant="acme")
     )
@@ -175,7 +175,7 @@ def test_actions_go_to_the_requester_in_order_with_the_handle_of_the_user() -> N
     assert recorder.begun == [("route(node-2)", "acme/a%2Fb"), ("fetch", "acme/a%2Fb"), ("fetch", "h-1")]
 
 
-def test_two_users_never_share_a_made_handle() -> None:
+def test_two_users_never_share_a_generated_handle() -> None:
     entry = table_of(rule()).match(request(), 1)
     assert entry is not None
     asked = [("a", "b/c"), ("a/b", "c"), ("a%2Fb", "c"), ("a", "b%2Fc")]
@@ -196,7 +196,7 @@ def test_counters_count_hits_the_last_one_and_bytes() -> None:
     assert table.counters(entry) == (2, 9, 4097)
 
 
-def test_an_entry_that_left_counts_for_nobody() -> None:
+def test_a_removed_entry_counts_nothing() -> None:
     table = Table()
     old = table.add(rule(tenant="acme"))
     table.match(request(), 5)
@@ -207,7 +207,7 @@ def test_an_entry_that_left_counts_for_nobody() -> None:
     assert table.counters(new) == (0, 0, 0)
 
 
-def test_bounds_refuse_as_a_whole() -> None:
+def test_a_batch_beyond_a_bound_is_refused_as_a_whole() -> None:
     table = Table(entries_max=2, masks_max=2)
     table.add(rule(tenant="acme"))
     table.add(rule(name="x", user="alice"))
@@ -233,7 +233,7 @@ def test_entries_behind_one_key_are_bounded() -> None:
     assert hit(table, request(source_port=100)) == "source_port=100-65535"
 
 
-def test_a_twin_is_refused_with_the_name_of_the_other() -> None:
+def test_a_duplicate_is_refused_with_the_name_of_the_other() -> None:
     table = table_of(rule(name="one", tenant="acme", source_port="5-9"))
     with pytest.raises(RuleError, match="Rule 'two' has the same match and priority as 'one'"):
         table.add(rule(DENY, name="two", tenant="acme", source_port="5-9"))
@@ -261,7 +261,7 @@ def test_a_twin_is_refused_with_the_name_of_the_other() -> None:
         ),
     ],
 )
-def test_a_rule_that_can_mean_nothing_is_refused(
+def test_a_rule_that_can_never_match_is_refused(
     actions: tuple[Action, ...], fields: dict[str, object], message: str
 ) -> None:
     with pytest.raises(RuleError, match=message):
@@ -298,7 +298,7 @@ def test_explain_names_each_candidate_and_why_it_lost() -> None:
     }
 
 
-def test_an_entry_gives_back_the_pattern_it_was_made_of() -> None:
+def test_an_entry_returns_the_pattern_it_was_made_of() -> None:
     patterns: list[dict[str, Any]] = [
         {},
         {"model": "m"},

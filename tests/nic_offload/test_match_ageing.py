@@ -19,7 +19,7 @@ def _ageing(name: str, idle_ms: int = 100, **fields: object) -> Rule:
     return Rule(plain.pattern, plain.actions, plain.priority, plain.sessions, name, idle_timeout_ms=idle_ms)
 
 
-def test_an_entry_leaves_once_it_has_not_been_hit_for_its_timeout() -> None:
+def test_an_entry_is_removed_once_it_has_not_been_hit_for_its_timeout() -> None:
     table = Table()
     table.add(_ageing("short", user="alice"), now_ns=5 * MS)
     assert table.age(104 * MS) == 0
@@ -28,7 +28,7 @@ def test_an_entry_leaves_once_it_has_not_been_hit_for_its_timeout() -> None:
     assert table.statistics() == (0, 0, 0, 0)
 
 
-def test_a_hit_keeps_it_for_another_timeout() -> None:
+def test_a_hit_keeps_an_entry_for_another_timeout() -> None:
     table = Table()
     table.add(_ageing("kept", user="alice"), now_ns=0)
     for at_ms in (90, 180, 270):
@@ -37,7 +37,7 @@ def test_a_hit_keeps_it_for_another_timeout() -> None:
     assert table.age(370 * MS) == 1
 
 
-def test_an_entry_without_a_timeout_and_the_file_s_rules_stay() -> None:
+def test_entries_without_a_timeout_and_rules_of_the_file_stay() -> None:
     table = Table()
     table.replace([rule(name="of the file", context="chat-1")])
     table.add(rule(name="added", user="alice"))
@@ -46,7 +46,7 @@ def test_an_entry_without_a_timeout_and_the_file_s_rules_stay() -> None:
     assert sorted(entry.name for entry in table) == ["added", "of the file"]
 
 
-def test_a_timeout_s_bindings_go_with_it() -> None:
+def test_bindings_expire_with_their_entry() -> None:
     table = Table()
     table.replace([rule(name="anyone", priority=0)])
     bound = _ageing("bound", tenant="acme", user="alice", bind=[{"source": "10.9.9.9"}])
@@ -66,7 +66,7 @@ def test_two_entries_that_differ_in_their_timeout_share_no_plan() -> None:
     assert [entry.pattern for entry in table] == [patterns[1]]
 
 
-def test_what_is_removed_by_hand_is_not_aged_and_its_row_is_not_taken_for_it() -> None:
+def test_a_manually_removed_entry_does_not_age_and_its_row_is_not_mistaken_for_it() -> None:
     table = Table()
     gone = table.add(_ageing("gone", user="alice"), now_ns=0)
     table.remove(gone)
@@ -90,7 +90,7 @@ def test_the_heap_does_not_grow_with_entries_that_come_and_go() -> None:
     assert len(table._ageing._due) < 200
 
 
-def test_only_added_entries_age_and_they_say_since_when() -> None:
+def test_only_added_entries_age_and_they_report_since_when() -> None:
     table = Table()
     with pytest.raises(RuleError, match="only entries added at run time age"):
         table.replace([_ageing("filed", user="alice")])
@@ -101,7 +101,7 @@ def test_only_added_entries_age_and_they_say_since_when() -> None:
     assert len(table) == 0
 
 
-def test_a_table_of_ageing_entries_is_what_a_dict_of_last_uses_is() -> None:
+def test_a_table_of_ageing_entries_equals_a_dict_of_last_uses() -> None:
     dice = random.Random(5)
     table = Table()
     added: dict[str, Entry] = {}
@@ -131,7 +131,7 @@ def hit_at(table: Table, user: str, now_ms: int) -> str | None:
     return None if entry is None else entry.name
 
 
-def test_a_deny_may_age_too() -> None:
+def test_a_deny_rule_may_age_too() -> None:
     table = Table()
     plain = rule(DENY, name="misused", source="10.0.0.0/8")
     table.add(Rule(plain.pattern, plain.actions, name="misused", idle_timeout_ms=100), now_ns=0)

@@ -39,7 +39,7 @@ def _rule(**fields: object) -> Rule:
         ("a00::/8", ["a00::", "aff::"], ["10.0.0.0"]),  # the same first byte as 10.0.0.0/8
     ],
 )
-def test_prefixes_hold_what_lies_inside(prefix: str, inside: list[str], outside: list[str]) -> None:
+def test_prefixes_contain_what_is_inside(prefix: str, inside: list[str], outside: list[str]) -> None:
     for end in ("source", "destination"):
         for address in inside:
             assert _hits({end: address}, **{end: prefix}), address
@@ -66,7 +66,7 @@ def test_prefixes_hold_what_lies_inside(prefix: str, inside: list[str], outside:
         ("32767-32768", [32767, 32768], [32766, 32769]),
     ],
 )
-def test_ranges_hold_both_their_ends(ports: str | int, inside: list[int], outside: list[int]) -> None:
+def test_ranges_include_both_ends(ports: str | int, inside: list[int], outside: list[int]) -> None:
     for end in ("source_port", "destination_port"):
         for port in inside:
             assert _hits({end: port}, **{end: ports}), port
@@ -87,7 +87,7 @@ def test_ranges_hold_both_their_ends(ports: str | int, inside: list[int], outsid
         ("protocol", "1&1", [1, 17], [6]),
     ],
 )
-def test_a_ternary_mask_compares_its_bits_and_no_others(
+def test_a_ternary_mask_compares_exactly_its_bits(
     field: str, pattern: str, inside: list[object], outside: list[object]
 ) -> None:
     for value in inside:
@@ -109,7 +109,7 @@ def test_a_ternary_mask_compares_its_bits_and_no_others(
         ("protocol", "6&0xff", "tcp"),
     ],
 )
-def test_a_mask_that_is_a_prefix_a_range_or_a_value_is_the_same_rule(
+def test_a_mask_equal_to_a_prefix_a_range_or_a_value_is_the_same_rule(
     field: str, masked: str, plain: object
 ) -> None:
     assert parse_pattern("A rule", {field: masked}) == parse_pattern("A rule", {field: plain})
@@ -134,7 +134,7 @@ def test_of_ternary_masks_the_one_that_compares_more_bits_wins(field: str, patte
         assert table.match(request(), 1) is entry, pattern
 
 
-def test_a_mask_of_nothing_is_any() -> None:
+def test_an_empty_mask_is_any() -> None:
     for field in ("source_port", "destination_port", "protocol"):
         assert parse_pattern("A rule", {field: "0&0"}) == parse_pattern("A rule", {})
 
@@ -149,7 +149,7 @@ def test_a_mask_of_nothing_is_any() -> None:
         ("protocol", "16&0xfe"),
     ],
 )
-def test_a_ternary_pattern_comes_back_out_of_its_entry_as_it_was_written(field: str, pattern: str) -> None:
+def test_a_ternary_pattern_is_returned_as_it_was_written(field: str, pattern: str) -> None:
     table = Table()
     entry = table.add(_rule(**{field: pattern}))
     assert entry.pattern.show() == {field: pattern}
@@ -203,9 +203,7 @@ def test_protocols_by_name_and_number() -> None:
         ("model", "*", "to match any, leave the field out"),
     ],
 )
-def test_a_field_that_cannot_be_read_is_named_with_what_it_takes(
-    field: str, value: object, message: str
-) -> None:
+def test_an_invalid_field_is_named_with_what_it_accepts(field: str, value: object, message: str) -> None:
     with pytest.raises(RuleError, match=message) as caught:
         parse_pattern("Rule 3", {field: value})
     text = str(caught.value)
@@ -215,7 +213,7 @@ def test_a_field_that_cannot_be_read_is_named_with_what_it_takes(
     assert len(text) < 200
 
 
-def test_a_request_needs_every_field_and_knows_no_other() -> None:
+def test_a_request_needs_every_field_and_no_other() -> None:
     for name in BASE:
         with pytest.raises(RuleError, match=f"The request lacks {name};"):
             Request.parse({field: value for field, value in BASE.items() if field != name})
@@ -226,7 +224,7 @@ def test_a_request_needs_every_field_and_knows_no_other() -> None:
             request(**{field: value})
 
 
-def test_a_request_shows_what_it_was_read_from() -> None:
+def test_a_request_shows_its_text() -> None:
     assert request().show() == {name: str(value) for name, value in BASE.items()}
     assert request(source="2001:DB8::1", protocol="0").show()["source"] == "2001:db8::1"
     assert request(source="::ffff:10.0.0.1") == request(source="10.0.0.1")

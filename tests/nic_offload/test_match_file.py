@@ -25,7 +25,7 @@ def example() -> str:
     return found[1]
 
 
-def test_the_page_s_example_does_what_the_page_says() -> None:
+def test_the_pages_example_does_what_the_page_says() -> None:
     rules = parse_rules(example())
     assert [rule.name for rule in rules] == ["alice, chat 17", "bob", "misused", "acme", "rest"]
     assert rules[0].actions == (Action(ActionKind.PREFETCH), Action(ActionKind.ROUTE, "node-2"))
@@ -123,13 +123,13 @@ GOOD = '[[rule]]\nname = "first"\nactions = ["fetch"]\n\n'
         ),
     ],
 )
-def test_an_error_says_in_one_sentence_where_and_what_is_taken(text: str, message: str) -> None:
+def test_an_error_says_in_one_sentence_where_and_what_is_allowed(text: str, message: str) -> None:
     with pytest.raises(RuleError) as caught:
         parse_rules(text)
     assert re.fullmatch(message, str(caught.value)), str(caught.value)
 
 
-def test_a_header_inside_a_long_text_costs_the_line_and_nothing_else() -> None:
+def test_a_header_inside_a_long_text_costs_only_its_line() -> None:
     text = '[[rule]]\nname = """\\\n[[rule]]\n"""\nactions = []\n'
     with pytest.raises(RuleError, match=r"Rule 1: name takes"):
         parse_rules(text)

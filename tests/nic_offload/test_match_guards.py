@@ -10,7 +10,7 @@ from tests.nic_offload.matching import COUNT, DENY, Recorder, hit, request, rule
 SPOOF: dict[str, Any] = {"tenant": "acme", "user": "alice", "context": "chat-1"}
 
 
-def test_a_spoofed_user_on_anothers_five_tuple_is_denied_and_others_are_not() -> None:
+def test_a_user_spoofed_from_anothers_five_tuple_is_denied_and_others_are_not() -> None:
     table = table_of(
         rule(name="alice", **SPOOF, bind=[{"source": "10.1.2.3", "source_port": 40000, "protocol": "tcp"}]),
         rule(name="mallory", tenant="acme", user="mallory", bind=[{"source": "10.6.6.6"}]),
@@ -51,7 +51,7 @@ def test_a_written_deny_rule_catches_a_spoofed_context_of_the_same_user() -> Non
     assert hit(table, request(source="10.3.0.1")) == "guard of acme/alice"
 
 
-def test_an_added_binding_narrows_what_the_file_binds_and_cannot_widen_it() -> None:
+def test_an_added_binding_narrows_the_files_bindings_and_cannot_widen_them() -> None:
     table = Table()
     table.replace([rule(name="filed", **SPOOF, bind=[{"source": "10.1.0.0/16"}])])
     table.add(rule(name="wider", priority=300, **SPOOF, bind=[{"source": "0.0.0.0/0"}]))
@@ -61,7 +61,7 @@ def test_an_added_binding_narrows_what_the_file_binds_and_cannot_widen_it() -> N
     assert hit(table, request(tenant="beta", user="b")) == "guard of beta/b"
 
 
-def test_of_two_guards_that_deny_the_file_s_counts() -> None:
+def test_of_two_guards_that_deny_the_files_counts() -> None:
     table = Table()
     table.add(rule(**SPOOF, bind=[{"source": "10.3.0.0/16"}]))
     table.replace([rule(**SPOOF, bind=[{"source": "10.4.0.0/16"}])])
@@ -75,7 +75,7 @@ def test_of_two_guards_that_deny_the_file_s_counts() -> None:
     assert table.explain(request())[0].entry is second
 
 
-def test_a_guard_goes_with_the_last_binding_of_its_user() -> None:
+def test_a_guard_is_removed_with_the_last_binding_of_its_user() -> None:
     table = Table()
     one = table.add(rule(**SPOOF, bind=[{"source": "10.1.0.0/16"}]))
     two = table.add(rule(tenant="acme", user="alice", model="m", bind=[{"source": "10.2.0.0/16"}]))

@@ -73,7 +73,7 @@ def _check(table: Table, filed: list[Written], added: list[Written], dice: rando
         assert (found.pattern, found.priority) == (wanted.pattern, wanted.priority), asked
 
 
-def test_of_many_masks_few_are_probed_and_the_winner_is_that_of_a_linear_search() -> None:
+def test_few_of_many_masks_are_probed_and_the_winner_is_that_of_a_linear_search() -> None:
     dice = random.Random(1)
     written = _wildcards(dice, list(range(9, 25)), 30)
     table = Table()
@@ -120,7 +120,7 @@ def test_an_added_entry_is_found_in_a_network_that_no_other_entry_has() -> None:
 
 @pytest.mark.parametrize("source", ["2001:db8::/32", "::ffff:0:0/96", "64:ff9b::/96", "::8/125", "::/0"])
 @pytest.mark.parametrize("first", ["10.0.0.0/29", "ffff:ff00::/24", "::1:0:0/96"])
-def test_ipv6_sources_are_found_beside_ipv4_ones(source: str, first: str) -> None:
+def test_ipv6_sources_are_found_alongside_ipv4_ones(source: str, first: str) -> None:
     dice = random.Random(4)
     table = _with_wildcards(dice, range(12, 30))
     table.add(rule(priority=9_000, source=first))
@@ -129,7 +129,7 @@ def test_ipv6_sources_are_found_beside_ipv4_ones(source: str, first: str) -> Non
     assert table.match(request(source=inside), 1) is entry
 
 
-def test_a_mask_with_too_many_networks_is_probed_for_all_and_still_right() -> None:
+def test_a_mask_with_too_many_networks_is_always_probed_and_still_correct() -> None:
     table = Table()
     rules = [rule(priority=length, source=f"10.200.0.0/{length}") for length in range(20, 30)]
     first = len(rules)
@@ -160,7 +160,7 @@ def test_the_networks_of_all_masks_together_are_bounded() -> None:
     assert table.match(request(source="1.44.0.1"), 1) is not None
 
 
-def test_a_plain_mask_below_wildcards_and_one_that_names_no_source_are_always_probed() -> None:
+def test_a_plain_mask_below_wildcards_and_one_without_a_source_are_always_probed() -> None:
     dice = random.Random(6)
     table = _with_wildcards(dice, range(12, 24))
     exact = table.add(rule(priority=3, tenant="acme", user="alice", context="chat-1"))

@@ -98,7 +98,7 @@ def _found(table: Table, places: dict[int, int], ours: Fields) -> int | str | No
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(_WRITTEN, max_size=12), st.lists(_WRITTEN, max_size=12), st.lists(st.integers(0, 11)), _ASKED)
-def test_the_table_finds_what_a_linear_search_finds(
+def test_the_table_agrees_with_a_linear_search(
     filing: list[Written], adding: list[Written], removing: list[int], asked: list[Fields]
 ) -> None:
     scratch = Table()
@@ -131,7 +131,7 @@ def test_the_table_finds_what_a_linear_search_finds(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(_WRITTEN, max_size=10), st.lists(st.integers(0, 9), max_size=10))
-def test_taking_out_all_that_was_put_in_leaves_nothing(rules: list[Written], order: list[int]) -> None:
+def test_removing_everything_added_leaves_nothing(rules: list[Written], order: list[int]) -> None:
     table = Table()
     entries = [entry for one in rules if (entry := _take(table, [], one)) is not None]
     for place in order:

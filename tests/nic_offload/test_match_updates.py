@@ -30,10 +30,7 @@ def _eager_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_eager_threads")
 def test_a_matching_thread_sees_one_table_or_the_other() -> None:
-    """The sets agree with themselves only: in each, the request hits the rule of its own colour, deny on top.
-
-    Between them, with one's rules half gone, it would hit `open`, or nothing.
-    """
+    """In each set, the request hits its own colour's rule; half replaced, it would hit `open`, or nothing."""
 
     def colour(name: str) -> str:
         filler = "".join(
@@ -97,7 +94,7 @@ def test_no_hit_is_lost_while_rules_are_replaced() -> None:
     assert table.counters(entry) == (matches, matches - 1, 0)
 
 
-def test_counters_survive_a_replacement_of_what_stays() -> None:
+def test_counters_of_kept_rules_survive_a_replacement() -> None:
     table = Table()
     bind = [{"source": "10.1.0.0/16"}]
     old = [
@@ -140,7 +137,7 @@ def test_added_entries_stay_when_the_file_changes() -> None:
     assert len(table) == 1
 
 
-def test_a_replacement_that_is_refused_changes_nothing() -> None:
+def test_a_refused_replacement_changes_nothing() -> None:
     table = Table(masks_max=2)
     table.replace([rule(name="one", tenant="acme")])
     table.match(request(), 3)
@@ -159,7 +156,7 @@ def test_a_replacement_that_is_refused_changes_nothing() -> None:
     assert len(table._ledger.hits) - 1 - len(table._ledger._free) == 1
 
 
-def test_a_rule_of_the_file_is_not_removed_one_by_one() -> None:
+def test_a_rule_of_the_file_cannot_be_removed_by_itself() -> None:
     table = Table()
     table.replace([rule(tenant="acme", user="a", bind=[{"protocol": "tcp"}])])
     for entry in table:

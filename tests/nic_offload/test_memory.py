@@ -35,13 +35,13 @@ def test_shared_memory_is_in_huge_pages(length: int, monkeypatch: pytest.MonkeyP
     os.close(fd)
 
 
-def test_less_than_a_huge_page_is_there_too() -> None:
+def test_less_than_a_huge_page_can_be_shared_too() -> None:
     mapped, fd = allocate_shared(3 * 4096)
     with mapped:
         assert mapped_kib(address_of(mapped), "Rss") == 12
     os.close(fd)
 
 
-def test_more_than_there_is_is_refused() -> None:
+def test_more_than_the_available_memory_is_refused() -> None:
     with pytest.raises(NoMemory):
         allocate_shared(1 << 60)

@@ -72,7 +72,7 @@ def put(rig: GrantRig, blocks: list[tuple[int, Pieces]], *, threshold: int = 0) 
     return tag, sender.put(near.fabric, rig.sender, tag, rows, trigger, FINGERPRINT, LANDED)
 
 
-def test_many_pieces_come_as_one_block_with_one_checksum(rig: GrantRig) -> None:
+def test_many_pieces_arrive_as_one_block_with_one_checksum(rig: GrantRig) -> None:
     dice = random.Random(5)
     blocks, wanted = [], {}
     for number in range(30):
@@ -102,7 +102,7 @@ def test_pieces_are_read_when_the_put_fires(rig: GrantRig) -> None:
     assert rig.payload(rig.came[0]) == b"n" * 300 + b"e" * 4096 + b"w" * 70_000
 
 
-def test_pieces_outside_of_their_regions_are_refused(net: GrantRig) -> None:
+def test_pieces_outside_their_regions_are_refused(net: GrantRig) -> None:
     region = net.pair.near.region
     for wrong in [(region.length - 10, 11), (region.length, 1), (1 << 63, 8)]:
         with pytest.raises(FabricError) as caught:
@@ -116,13 +116,13 @@ def test_pieces_outside_of_their_regions_are_refused(net: GrantRig) -> None:
         Pieces([region], bytes([1, 0, 0, 0, 8, 0, 0, 0]) + bytes(8))
 
 
-def test_more_than_there_is_room_for_is_refused_when_it_is_armed(net: GrantRig) -> None:
+def test_more_pieces_than_there_is_room_for_are_refused_when_armed(net: GrantRig) -> None:
     region = net.pair.near.region
     with pytest.raises(FabricError):
         put(net, [(1, Pieces.of(region, [(DATA, ROOM), (DATA, 1)]))])
 
 
-def test_a_region_can_not_be_closed_while_a_put_has_pieces_in_it(net: GrantRig) -> None:
+def test_a_region_cannot_be_closed_while_a_put_has_pieces_in_it(net: GrantRig) -> None:
     near = net.pair.near
     memory = bytearray(b"k" * 9000)
     region = near.fabric.register(memory)
@@ -134,23 +134,23 @@ def test_a_region_can_not_be_closed_while_a_put_has_pieces_in_it(net: GrantRig) 
     assert net.codes(group, 1) == [LANDED]
     net.wait_came(1)
     assert net.payload(net.came[0]) == b"k" * 8000
-    wait_until(lambda: region.is_idle, "the end of the put")
+    wait_until(region._is_idle, "the end of the put")
     region.close()
 
 
-def test_a_put_of_pieces_that_is_taken_back_reads_nothing_and_leaves_its_slot(net: GrantRig) -> None:
+def test_a_cancelled_put_of_pieces_reads_nothing_and_leaves_its_slot(net: GrantRig) -> None:
     near = net.pair.near
     pieces = Pieces.of(near.region, [(DATA, 4000), (DATA + 9000, 100)])
     tag, _ = put(net, [(one, pieces) for one in range(SLOTS)], threshold=4)
     assert near.fabric.cancel([tag + 2 * i for i in range(SLOTS)]) == SLOTS
-    assert near.region.is_idle
+    assert near.region._is_idle()
     net.feed(SLOTS, pages=1 + ROOM // PAGE)
     _, group = net.put(list(range(10, 10 + SLOTS)))
     assert net.codes(group, SLOTS) == [LANDED] * SLOTS
 
 
-def test_a_plain_put_gathers_too_and_is_summed_only_if_it_was_asked(rig: GrantRig) -> None:
-    """A put that asked for its slot first names the memory in which it is put together."""
+def test_a_plain_put_gathers_too_and_is_checksummed_only_on_request(rig: GrantRig) -> None:
+    """A put that reserved its slot names the memory in which it is gathered."""
     pair, near = rig.pair, rig.pair.near
     extents = [(DATA + 10, 5000), (DATA + 70_000, 20_000), (DATA, 10)]
     pieces, wanted = Pieces.of(near.region, extents), bytes_of(rig, extents)
@@ -176,8 +176,8 @@ def test_a_plain_put_gathers_too_and_is_summed_only_if_it_was_asked(rig: GrantRi
             wait_until(lambda at=at: pair.far.bytes_at(at, pieces.length) == wanted, "the bytes")  # type: ignore[misc]
 
 
-def test_a_put_of_pieces_is_not_given_to_a_nic() -> None:
-    """It would read them where nothing has put them together yet."""
+def test_a_put_of_pieces_is_not_handed_to_a_nic() -> None:
+    """It would read them before anything has gathered them."""
     with Pair("sockets", 16 * MIB, deferred_work=True) as pair:
         near = pair.near
         assert near.fabric.deferred_work
@@ -204,7 +204,7 @@ def test_a_put_of_pieces_is_not_given_to_a_nic() -> None:
         wait_until(lambda: pair.far.bytes_at(0, 2000) == b"p" * 2000, "the bytes")
 
 
-def test_of_a_block_that_is_as_it_was_a_part_is_put(rig: GrantRig) -> None:
+def test_a_part_of_an_unchanged_block_is_put(rig: GrantRig) -> None:
     pair, near = rig.pair, rig.pair.near
     whole = near.bytes_at(DATA, 50_000)
     there = 8 * MIB

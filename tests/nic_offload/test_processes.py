@@ -72,7 +72,7 @@ def test_the_next_source_after_a_killed_one_is_served(provider: str) -> None:
             wait_until(lambda: all(here.word(slot).load() for slot in range(3)), "the next one's blocks")
 
 
-def test_closing_the_target_ends_what_another_process_puts(provider: str) -> None:
+def test_closing_the_target_ends_another_processs_puts(provider: str) -> None:
     with Side(provider, SLOTS * SLOT_BYTES) as here, Far(provider, 4 << 20) as far:
         far.tell(**about(here), slots=SLOTS)
         word = here.word(20)
@@ -165,8 +165,8 @@ def test_a_forked_child_is_refused_and_harms_nothing(pair: Pair) -> None:
     assert pair.far.bytes_at(0, 8) == b"parent's"
 
 
-def test_a_peer_that_stands_still_does_not_hold_up_the_others(provider: str) -> None:
-    """Stopped, it takes nothing; its puts fill whatever there is to fill. The others' go out all the same."""
+def test_a_stopped_peer_does_not_delay_the_others(provider: str) -> None:
+    """It accepts nothing; its puts fill all queues. The others' are sent all the same."""
     length = 1 << 20
     with Pair(provider) as pair, Far(provider, 1 << 20) as far:
         near = pair.near
@@ -191,7 +191,7 @@ pair.there.arm(pair.there.put(501, 8, fires=(pair.flags[0], 1)))
 """
 
 
-def test_a_process_that_forgets_to_close_ends_all_the_same(provider: str) -> None:
+def test_a_process_that_forgets_to_close_still_ends(provider: str) -> None:
     needs_ends_of_their_own(provider)
     for _ in range(5):
         ended = subprocess.run(

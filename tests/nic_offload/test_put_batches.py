@@ -49,7 +49,7 @@ def is_watched(net: GrantRig, word: FlagWord) -> bool:
     return bool(addresses[0])
 
 
-def test_batches_that_wait_for_one_word_fire_in_the_order_of_their_thresholds(net: GrantRig) -> None:
+def test_batches_on_one_word_fire_in_the_order_of_their_thresholds(net: GrantRig) -> None:
     net.feed(6, pages=3)
     word = net.pair.near.word(100)
     late = armed(net, 1 << 20, [row(net, 1, 9), row(net, 2, 3)], word)
@@ -61,7 +61,7 @@ def test_batches_that_wait_for_one_word_fire_in_the_order_of_their_thresholds(ne
     assert net.codes(late, 2) == net.codes(early, 2) == [LANDED] * 2
 
 
-def test_words_of_different_batches_are_not_taken_for_each_other(net: GrantRig) -> None:
+def test_words_of_different_batches_are_not_confused(net: GrantRig) -> None:
     net.feed(2, pages=3)
     one, other = net.pair.near.word(100), net.pair.near.word(101)
     first = armed(net, 1 << 20, [row(net, 1, 1)], one)
@@ -73,7 +73,7 @@ def test_words_of_different_batches_are_not_taken_for_each_other(net: GrantRig) 
     assert net.codes(second, 1) == [LANDED]
 
 
-def test_a_word_is_watched_until_the_last_batch_is_over_and_no_longer(net: GrantRig) -> None:
+def test_a_word_is_watched_exactly_until_the_last_batch_ends(net: GrantRig) -> None:
     net.feed(3, pages=3)
     word = net.pair.near.word(100)
     first = armed(net, 1 << 20, [row(net, 1, 1)], word)
@@ -87,14 +87,14 @@ def test_a_word_is_watched_until_the_last_batch_is_over_and_no_longer(net: Grant
     assert net.codes(armed(net, 1 << 22, [row(net, 3, 2)], word), 1) == [LANDED], "and made anew"
 
 
-def test_a_batch_with_a_bad_row_arms_none_and_leaves_nothing_behind(net: GrantRig) -> None:
+def test_a_batch_with_an_invalid_row_arms_none_and_leaves_nothing_behind(net: GrantRig) -> None:
     near = net.pair.near
     word, statistics = near.word(100), near.fabric.statistics
     beyond = near.region.address + near.region.length - LENGTH + 1
     with pytest.raises(FabricError):
         armed(net, 1 << 20, [row(net, 1, 1), row(net, 2, 1, beyond)], word)
     wait_until(lambda: not is_watched(net, word), "its counter is freed")
-    assert (near.region.is_idle, statistics().waiting) == (True, 0)
+    assert (near.region._is_idle(), statistics().waiting) == (True, 0)
     net.feed(SLOTS, pages=3)
     assert net.codes(net.put(list(range(SLOTS)))[1], SLOTS) == [LANDED] * SLOTS, "no slot is lost"
 

@@ -242,7 +242,7 @@ def slow() -> Iterator[Slow]:
         one.close()  # the reads end, and so the fabric can
 
 
-def test_a_record_goes_from_the_drive_to_the_peer_with_its_flag_behind(drive: Drive) -> None:
+def test_a_record_goes_from_the_drive_to_the_peer_followed_by_its_flag(drive: Drive) -> None:
     drive.write(OFFSET, record_of(OFFSET, GENERATION, payload_of(1)))
     drive.put(drive.reading())
     assert drive.wait_end() == (EventKind.SENT, 0)
@@ -253,7 +253,7 @@ def test_a_record_goes_from_the_drive_to_the_peer_with_its_flag_behind(drive: Dr
     assert not any(far.bytes_at(LENGTH, PAGE))
 
 
-def test_of_a_part_all_is_checked_and_the_part_is_put(drive: Drive) -> None:
+def test_the_whole_is_checked_and_only_the_part_put(drive: Drive) -> None:
     drive.write(OFFSET, record_of(OFFSET, GENERATION, payload_of(1)))
     drive.put(drive.reading(skip=100, part=50))
     assert drive.wait_end() == (EventKind.SENT, 0)
@@ -266,14 +266,14 @@ def test_of_a_part_all_is_checked_and_the_part_is_put(drive: Drive) -> None:
     assert drive.wait_end(2, 78) == (EventKind.FAILED, -errno.EBADMSG)
 
 
-def test_a_put_off_expiry_is_no_other_record(drive: Drive) -> None:
+def test_a_changed_expiry_is_still_the_same_record(drive: Drive) -> None:
     drive.write(OFFSET, record_of(OFFSET, GENERATION, payload_of(1), expires_ms=1 << 40))
     drive.put(drive.reading())
     assert drive.wait_end() == (EventKind.SENT, 0)
 
 
 @pytest.mark.parametrize("at", [PAGE, PAGE + LENGTH // 2, PAGE + LENGTH - 1])
-def test_a_bit_of_the_payload_that_has_changed_keeps_it_here(drive: Drive, at: int) -> None:
+def test_a_flipped_bit_of_the_payload_is_not_sent(drive: Drive, at: int) -> None:
     record = record_of(OFFSET, GENERATION, payload_of(1))
     record[at] ^= 0x10
     drive.write(OFFSET, record)
@@ -284,7 +284,7 @@ def test_a_bit_of_the_payload_that_has_changed_keeps_it_here(drive: Drive, at: i
 
 
 @pytest.mark.parametrize("at", [0, 8, 10, 12, 16, 48, 64, 80, 88, 96, 100, 104, 119])
-def test_a_bit_of_the_header_that_has_changed_keeps_it_here(drive: Drive, at: int) -> None:
+def test_a_flipped_bit_of_the_header_is_not_sent(drive: Drive, at: int) -> None:
     """Magic, version, kind, length, key, owner, fingerprint, generation, expiry, CRC, zeros, and its tag."""
     record = record_of(OFFSET, GENERATION, payload_of(1))
     record[at] ^= 1
@@ -295,8 +295,8 @@ def test_a_bit_of_the_header_that_has_changed_keeps_it_here(drive: Drive, at: in
     assert drive.is_untouched()
 
 
-def test_another_record_is_not_sent_for_it(drive: Drive) -> None:
-    """Its extent was given to another one: of a later generation, or moved here from another place."""
+def test_another_record_is_not_sent_in_its_place(drive: Drive) -> None:
+    """Its extent holds another one: of a later generation, or moved here from another place."""
     drive.write(OFFSET, record_of(OFFSET, GENERATION + 1, payload_of(1)))
     drive.put(drive.reading(tag=1), batch=71)
     assert drive.wait_end(1, 71) == (EventKind.FAILED, -errno.ENODATA)
@@ -317,7 +317,7 @@ def test_places_beyond_the_end_of_the_drive_are_not_read(drive: Drive) -> None:
     assert drive.is_untouched()
 
 
-def test_more_are_read_than_go_at_a_time_and_their_batch_is_over_once(drive: Drive) -> None:
+def test_more_reads_than_run_at_a_time_complete_and_their_batch_ends_once(drive: Drive) -> None:
     records = 4 * DEPTH
     for number in range(records):
         offset = OFFSET + number * RECORD_BYTES
@@ -345,8 +345,8 @@ def test_more_are_read_than_go_at_a_time_and_their_batch_is_over_once(drive: Dri
 
 
 @pytest.mark.parametrize("forgotten", [None, 0, 1])
-def test_large_records_are_read_in_pieces_and_come_whole(large: Large, forgotten: int | None) -> None:
-    """In whatever order the pieces come: those that the kernel has are there before the others."""
+def test_large_records_are_read_in_pieces_and_arrive_whole(large: Large, forgotten: int | None) -> None:
+    """In whatever order the pieces arrive: those that the kernel has cached are first."""
     if forgotten is not None:
         large.forget(forgotten)
     large.put_all()
@@ -356,7 +356,7 @@ def test_large_records_are_read_in_pieces_and_come_whole(large: Large, forgotten
     assert all(large.came(at) for at in range(len(large.payloads)))
 
 
-def test_a_large_record_that_is_damaged_keeps_no_other_from_coming(large: Large) -> None:
+def test_a_damaged_large_record_delays_no_other(large: Large) -> None:
     offset, length = large.offsets[0], len(large.payloads[0])
     large.write(offset + length // 2, b"another")
     large.write(large.offsets[1], b"no header")
@@ -394,7 +394,7 @@ def ring_descriptors() -> Counter[str]:
         pytest.param(lambda fabric, fd: Lane(fabric, 1, fd, DEPTH, MIB, FORMAT), id="lane"),
     ],
 )
-def test_opening_on_a_closed_descriptor_fails_and_leaves_no_descriptor_open(
+def test_opening_on_a_closed_descriptor_fails_and_leaks_no_descriptor(
     opens: Callable[[Fabric, int], object],
 ) -> None:
     with Pair("net") as pair:
@@ -418,7 +418,7 @@ def test_memory_outside_the_region_is_refused(drive: Drive) -> None:
     for wrong in wrongs:
         with pytest.raises(FabricError):
             drive.put(drive.reading(**dict[str, Any](wrong)))
-    assert near.region.is_idle
+    assert near.region._is_idle()
 
 
 def test_a_cancelled_put_ends_at_once_and_its_extent_when_the_drive_is_done(slow: Slow) -> None:
@@ -428,14 +428,14 @@ def test_a_cancelled_put_ends_at_once_and_its_extent_when_the_drive_is_done(slow
     assert near.fabric.cancel([1]) == 1
     assert slow.wait_end() == (EventKind.FAILED, -errno.ECANCELED)
     assert near.kinds(BATCH) == [EventKind.SENT]
-    assert not near.region.is_idle
+    assert not near.region._is_idle()
     slow.give(record_of(OFFSET, GENERATION, payload_of(1)))
     slow.wait_over()
-    assert near.region.is_idle
+    assert near.region._is_idle()
     assert slow.is_untouched()
 
 
-def test_of_a_closed_endpoint_the_pages_are_told_of_too(slow: Slow) -> None:
+def test_pages_of_a_closed_endpoint_are_reported_too(slow: Slow) -> None:
     near = slow.pair.near
     slow.put(slow.reading())
     slow.pair.there.fence()
@@ -443,15 +443,15 @@ def test_of_a_closed_endpoint_the_pages_are_told_of_too(slow: Slow) -> None:
     near.reap()
     assert not near.of(1)
     assert near.kinds(BATCH) == [EventKind.SENT], "it is over, and its memory is not free"
-    assert not near.region.is_idle
+    assert not near.region._is_idle()
     slow.give(record_of(OFFSET, GENERATION, payload_of(1)))
     slow.wait_over()
-    assert near.region.is_idle
+    assert near.region._is_idle()
     assert not any(slow.pair.far.bytes_at(0, LENGTH))
     assert slow.pair.far.word(0).load() == 0
 
 
-def test_one_that_waits_for_its_turn_and_is_cancelled_is_never_read(slow: Slow) -> None:
+def test_a_queued_read_that_is_cancelled_is_never_made(slow: Slow) -> None:
     near = slow.pair.near
     slow.put(*(slow.reading(tag) for tag in range(1, DEPTH + 1)), batch=100)
     slow.pair.there.fence()
@@ -474,7 +474,7 @@ def test_chunks_of_a_message_are_joined(slow: Slow) -> None:
     slow.wait_over()
 
 
-def test_a_piece_that_is_no_whole_sector_is_an_error(slow: Slow) -> None:
+def test_a_piece_that_is_not_whole_sectors_is_an_error(slow: Slow) -> None:
     slow.put(slow.reading())
     slow.give(bytes(record_of(OFFSET, GENERATION, payload_of(1)))[:700])
     assert slow.wait_end() == (EventKind.FAILED, -errno.ENODATA)

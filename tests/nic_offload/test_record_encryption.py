@@ -95,7 +95,7 @@ def drive(tmp_path: Path, vault: Vault) -> Iterator[EncryptedLane]:
 
 
 @pytest.mark.parametrize("length", [1, 4096, 5000, 262_144, 262_145, 524_288, LENGTH_MAX])
-def test_a_lane_writes_the_bytes_that_arrived_and_only_their_key_decrypts_them(
+def test_a_lane_encrypts_the_bytes_that_arrived_and_only_their_key_decrypts_them(
     drive: EncryptedLane, length: int
 ) -> None:
     rig, pages = drive.rig, 1 + -(-length // PAGE)
@@ -124,7 +124,7 @@ def test_a_lane_writes_the_bytes_that_arrived_and_only_their_key_decrypts_them(
             assert rig.payload(came)[:32] not in on_drive
 
 
-def test_a_lane_has_the_key_again_after_it_had_nothing_to_encrypt(drive: EncryptedLane) -> None:
+def test_an_idle_lane_gets_the_key_again(drive: EncryptedLane) -> None:
     rig, pages = drive.rig, 2
     rig.feed(2, pages=pages)
     drive.lend(pages=2 * pages)
@@ -137,7 +137,7 @@ def test_a_lane_has_the_key_again_after_it_had_nothing_to_encrypt(drive: Encrypt
         assert open_record(data, one.offset, KEYS[ADA][1])[1] == rig.payload(rig.came[-1])
 
 
-def test_a_block_whose_key_is_not_here_is_left_to_the_application(drive: EncryptedLane, vault: Vault) -> None:
+def test_a_block_whose_key_is_missing_is_left_to_the_application(drive: EncryptedLane, vault: Vault) -> None:
     rig = drive.rig
     rig.feed(3, pages=3)
     drive.lend()
@@ -149,7 +149,7 @@ def test_a_block_whose_key_is_not_here_is_left_to_the_application(drive: Encrypt
     assert {came.key[0]: came.under_way for came in rig.came} == {1: 1, 2: 0, 3: 0}
 
 
-def test_many_large_ones_take_turns_in_the_memory(drive: EncryptedLane) -> None:
+def test_many_large_blocks_take_turns_in_the_memory(drive: EncryptedLane) -> None:
     rig, pages = drive.rig, 1 + LENGTH_MAX // PAGE
     rig.feed(30, pages=pages)
     os.truncate(drive.path, 30 * pages * PAGE)
@@ -167,7 +167,7 @@ def test_many_large_ones_take_turns_in_the_memory(drive: EncryptedLane) -> None:
     assert len(taken) >= 4
 
 
-def test_a_write_that_fails_is_the_last_of_a_lane_that_encrypts(tmp_path: Path, vault: Vault) -> None:
+def test_a_failed_write_is_the_last_of_an_encrypting_lane(tmp_path: Path, vault: Vault) -> None:
     for rig in open_rig("net"):
         drive = EncryptedLane(rig, tmp_path / "drive", vault, os.O_RDONLY)
         rig.feed(4, pages=1 + LENGTH_MAX // PAGE)
@@ -181,7 +181,7 @@ def test_a_write_that_fails_is_the_last_of_a_lane_that_encrypts(tmp_path: Path, 
         drive.close()
 
 
-def test_a_fabric_that_closes_ends_what_is_being_encrypted(tmp_path: Path, vault: Vault) -> None:
+def test_closing_the_fabric_ends_pending_encryption(tmp_path: Path, vault: Vault) -> None:
     for rig in open_rig("net"):
         drive = EncryptedLane(rig, tmp_path / "drive", vault)
         rig.feed(8, pages=1 + LENGTH_MAX // PAGE)
@@ -270,7 +270,7 @@ LENGTHS = [1, 4096, 12_345, 262_144, 262_145, 3 * MIB + 5]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_reader_sends_what_was_encrypted_and_parts_of_it(sealed: Sealed, length: int) -> None:
+def test_a_reader_sends_encrypted_records_and_parts_of_them(sealed: Sealed, length: int) -> None:
     payload = os.urandom(length)
     sealed.write(reading.OFFSET, sealed.record(payload))
     sealed.put(sealed.reading(payload=payload))
@@ -302,7 +302,7 @@ def _flip(data: bytearray, at: int) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_bit_keeps_it_here(sealed: Sealed, change: Callable[[bytearray], None]) -> None:
+def test_a_changed_bit_is_not_sent(sealed: Sealed, change: Callable[[bytearray], None]) -> None:
     payload = os.urandom(300_000)
     record = sealed.record(payload)
     change(record)
@@ -312,8 +312,8 @@ def test_a_changed_bit_keeps_it_here(sealed: Sealed, change: Callable[[bytearray
     assert sealed.is_untouched()
 
 
-def test_a_bit_that_was_changed_together_with_the_headers_tag_keeps_it_here(sealed: Sealed) -> None:
-    """Whoever has the keys of tags, but not of domains, can change nothing either."""
+def test_a_bit_changed_together_with_the_headers_tag_is_not_sent(sealed: Sealed) -> None:
+    """An attacker with the keys of tags, but not of domains, can't change anything either."""
     payload = os.urandom(9000)
     for at in (*range(8, 24), *range(32, 80), *range(120, 208)):
         record = sealed.record(payload)
@@ -347,7 +347,7 @@ def test_a_record_of_another_place_generation_or_key_is_not_sent(sealed: Sealed,
     assert sealed.is_untouched()
 
 
-def test_a_record_in_the_clear_is_read_beside_encrypted_ones(sealed: Sealed) -> None:
+def test_an_unencrypted_record_is_read_along_with_encrypted_ones(sealed: Sealed) -> None:
     payload = reading.payload_of(1)
     sealed.write(reading.OFFSET, reading.record_of(reading.OFFSET, reading.GENERATION, payload))
     sealed.put(sealed.reading())
@@ -383,10 +383,10 @@ def test_decrypting_in_place_gives_the_record_or_zeros(sealed: Sealed) -> None:
         assert payload[128:192] not in record
 
 
-def test_a_generation_of_the_same_opening_twice_gives_away_two_payloads_and_another_opening_does_not(
+def test_reusing_a_generation_within_an_opening_reveals_two_payloads_and_another_opening_does_not(
     sealed: Sealed, vault: Vault
 ) -> None:
-    """What a snapshot of a machine with its memory does, and a start of the node ends: docs/sealing.md says so."""
+    """As with a snapshot of a machine's memory; a restart ends it: docs/sealing.md says so."""
     one, two = os.urandom(4096), os.urandom(4096)
 
     def differ(left: bytes | bytearray, right: bytes | bytearray) -> bytes:
@@ -401,7 +401,7 @@ def test_a_generation_of_the_same_opening_twice_gives_away_two_payloads_and_anot
     sealed.cipher = before  # which the reader uses
 
 
-def test_without_its_key_a_header_tells_only_what_is_in_the_clear(sealed: Sealed, vault: Vault) -> None:
+def test_without_its_key_a_header_reveals_only_its_clear_fields(sealed: Sealed, vault: Vault) -> None:
     record = sealed.record(b"kv" * 4000)
     vault.drop(KEYS[ADA][0].number)
     found = sealed.cipher.open(reading.OFFSET, _address(record))
@@ -417,7 +417,7 @@ def test_without_its_key_a_header_tells_only_what_is_in_the_clear(sealed: Sealed
 # --- the vault
 
 
-def test_a_full_vault_lets_go_what_was_not_used_lately() -> None:
+def test_a_full_vault_drops_the_least_recently_used_keys() -> None:
     with Vault(4) as vault:
         for number in range(6):
             vault.put(OWNER, bytes([number]) * 16, KeyName(number, number), bytes(32))

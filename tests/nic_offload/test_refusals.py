@@ -66,7 +66,7 @@ def test_bytes_that_differ_from_their_checksum_are_not_sent(pair: Pair, flag: Fl
     assert near.fabric.statistics().put_bytes == 0
 
 
-def test_bytes_that_have_their_checksum_are_sent(pair: Pair) -> None:
+def test_bytes_that_match_their_checksum_are_sent(pair: Pair) -> None:
     block = os.urandom(700_001)
     pair.near.fill(5, block)
     pair.there.arm(pair.there.put(1, len(block), source=5, crc32c=crc32c(block)))
@@ -74,7 +74,7 @@ def test_bytes_that_have_their_checksum_are_sent(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("length", [9, 6000, 900_000])
-def test_a_key_that_is_nobodys_writes_nothing(pair: Pair, length: int) -> None:
+def test_an_invalid_key_writes_nothing(pair: Pair, length: int) -> None:
     near, there = pair.near, pair.there
     pair.far.fill(0, CANARY)
     near.fill(0, os.urandom(length))
@@ -90,7 +90,7 @@ def test_a_key_that_is_nobodys_writes_nothing(pair: Pair, length: int) -> None:
 
 
 @pytest.mark.parametrize("length", [8, 100, 9000])
-def test_without_a_flag_a_key_that_is_nobodys_writes_nothing(pair: Pair, length: int) -> None:
+def test_without_a_flag_an_invalid_key_writes_nothing(pair: Pair, length: int) -> None:
     pair.far.fill(0, CANARY)
     pair.near.fill(0, os.urandom(length))
     bad = pair.there.key ^ 0x5A5A5A
@@ -159,7 +159,7 @@ def test_a_region_of_another_fabric_is_refused(pair: Pair) -> None:
         pair.there.arm(pair.there.put(1, 9, endpoint=pair.far.endpoint))
 
 
-def test_words_at_odd_addresses_are_refused(pair: Pair) -> None:
+def test_words_at_unaligned_addresses_are_refused(pair: Pair) -> None:
     for put in (
         pair.there.put(1, 9, flag_target=pair.there.word_target(0) + 4),
         pair.there.put(1, 9, flag_target=pair.there.word_target(0) + 1),
@@ -172,12 +172,12 @@ def test_words_at_odd_addresses_are_refused(pair: Pair) -> None:
         put_words(pair.near.fabric, [word])
 
 
-def test_a_put_of_nothing_is_refused(pair: Pair) -> None:
+def test_an_empty_put_is_refused(pair: Pair) -> None:
     with pytest.raises(FabricError, match=str(-errno.EINVAL)):
         pair.there.arm(pair.there.put(1, 0))
 
 
-def test_queued_work_is_bounded_and_refused_whole(provider: str) -> None:
+def test_queued_work_is_bounded_and_refused_as_a_whole(provider: str) -> None:
     with Pair(provider, work_max=1024) as pair:
         near, there, flag = pair.near, pair.there, pair.flags[0]
         there.arm(*(there.put(tag, 8, fires=(flag, 1)) for tag in range(1000)))

@@ -45,7 +45,7 @@ def test_a_hit_fetches_all_kv_of_its_user_in_order_by_node() -> None:
     assert rig.requester.pump(6) == []
 
 
-def test_handles_stand_for_users_of_the_own_tenant_only() -> None:
+def test_handles_stand_for_users_of_their_own_tenant_only() -> None:
     rig = RequesterRig()
     odd = User("acme", "a/b c")
     for user in (ALICE, odd, EVE):
@@ -73,7 +73,7 @@ def test_fetch_goes_before_prefetch() -> None:
     assert rig.fetcher.asked() == [(BOB, 2)]
 
 
-def test_store_and_route_are_noted_and_forgotten_with_the_user() -> None:
+def test_store_and_route_are_recorded_and_forgotten_with_the_user() -> None:
     rig = RequesterRig(SMALL)
     actions = [Action(ActionKind.STORE), Action(ActionKind.ROUTE, "n7")]
     at = At(rig.requester, 0, FAR)
@@ -105,7 +105,7 @@ def test_a_second_request_joins_and_makes_the_fetch_urgent() -> None:
     assert ended == [Ended(n, user, Ending.COMPLETE) for n, user in ((2, BOB), (3, BOB), (1, ALICE))]
 
 
-def test_a_fetch_is_no_longer_urgent_when_the_urgent_request_is_gone() -> None:
+def test_a_fetch_is_no_longer_urgent_once_the_urgent_request_has_ended() -> None:
     rig = RequesterRig(replace(SMALL, gets_in_flight_max=1))
     rig.know(ALICE, 1)
     rig.know(BOB, 2)
@@ -116,7 +116,7 @@ def test_a_fetch_is_no_longer_urgent_when_the_urgent_request_is_gone() -> None:
     assert rig.fetcher.asked() == [(ALICE, 1)]
 
 
-def test_a_miss_that_a_cancelled_get_reports_is_believed_by_the_next_fetch() -> None:
+def test_the_next_fetch_uses_a_miss_that_a_cancelled_get_reports() -> None:
     rig = RequesterRig(replace(SMALL, gets_per_ticket_max=1))
     rig.know(ALICE, 1, 2)
     rig.requester.request(ALICE, 0, FAR)
@@ -162,7 +162,7 @@ def test_a_late_drop_of_an_older_generation_removes_nothing() -> None:
     assert rig.requester.statistics().users == 0
 
 
-def test_blocks_that_the_node_lacks_are_requested_from_their_present_owner() -> None:
+def test_blocks_that_the_node_lacks_are_requested_from_their_current_owner() -> None:
     rig = RequesterRig()
     rig.know(ALICE, 1, 2)
     rig.requester.request(ALICE, 0, FAR)
@@ -193,7 +193,7 @@ def test_only_the_next_request_retries_a_failed_key() -> None:
     assert (counts.bytes_in_flight, counts.gets_in_flight, counts.gets_failed) == (0, 0, 3)
 
 
-def test_a_request_that_joins_has_what_failed_tried_again() -> None:
+def test_a_joining_request_retries_failed_keys() -> None:
     rig = RequesterRig(replace(SMALL, gets_per_ticket_max=1))
     rig.know(ALICE, 1, 2)
     rig.requester.request(ALICE, 0, FAR)
@@ -207,7 +207,7 @@ def test_a_request_that_joins_has_what_failed_tried_again() -> None:
     assert {ended.ending for ended in rig.requester.pump(0)} == {Ending.COMPLETE}
 
 
-def test_a_cancelled_request_that_waits_causes_no_get() -> None:
+def test_a_cancelled_waiting_request_causes_no_get() -> None:
     rig = RequesterRig()
     rig.know(ALICE, 1)
     number = rig.requester.request(ALICE, 0, FAR).number
@@ -218,7 +218,7 @@ def test_a_cancelled_request_that_waits_causes_no_get() -> None:
     assert not rig.fetcher.tickets
 
 
-def test_cancelling_one_of_two_leaves_the_fetch_and_the_last_calls_it_back() -> None:
+def test_cancelling_one_of_two_keeps_the_fetch_and_the_last_cancels_it() -> None:
     rig = RequesterRig()
     rig.know(ALICE, 1, 2)
     rig.know(ALICE, 3, node="n2")
@@ -238,7 +238,7 @@ def test_cancelling_one_of_two_leaves_the_fetch_and_the_last_calls_it_back() -> 
     assert len(rig.fetcher.asked()) == 3 + 3
 
 
-def test_cancelling_a_user_ends_all_requests_of_his_alone() -> None:
+def test_cancelling_a_user_ends_only_their_requests() -> None:
     rig = RequesterRig()
     rig.know(ALICE, 1)
     rig.know(BOB, 2)
@@ -276,7 +276,7 @@ def test_requests_that_end_unfetched_before_their_deadline_leave_nothing_behind(
     assert not rig.requester._lines
 
 
-def test_past_a_bound_a_block_or_a_request_is_left_out_and_counted() -> None:
+def test_a_block_or_request_beyond_a_bound_is_skipped_and_counted() -> None:
     rig = RequesterRig(SMALL)
     changes = [rig.requester.stored(ALICE, extent(key)) for key in range(9)]
     assert changes == [Change.ADDED] * 8 + [Change.NO_ROOM]
@@ -298,7 +298,7 @@ def test_past_a_bound_a_block_or_a_request_is_left_out_and_counted() -> None:
     assert rig.requester.request(ALICE, 0, FAR).outcome is Outcome.QUEUED
 
 
-def test_bytes_and_gets_on_their_way_are_bounded_also_while_they_are_called_back() -> None:
+def test_bytes_and_gets_in_flight_are_bounded_also_while_they_are_cancelled() -> None:
     rig = RequesterRig(SMALL)
     for user in (ALICE, BOB, EVE):
         rig.know(user, *range(5))
@@ -323,7 +323,7 @@ def test_bytes_and_gets_on_their_way_are_bounded_also_while_they_are_called_back
         (extent(1)._replace(key=bytes(65)), "key"),
     ],
 )
-def test_an_extent_that_could_not_be_is_refused(bad: object, word: str) -> None:
+def test_an_impossible_extent_is_refused(bad: object, word: str) -> None:
     rig = RequesterRig(SMALL)
     for report in (rig.requester.stored, rig.requester.moved):
         with pytest.raises(KvError, match=word):
@@ -333,7 +333,7 @@ def test_an_extent_that_could_not_be_is_refused(bad: object, word: str) -> None:
     assert rig.requester.statistics().extents == 0
 
 
-def test_bounds_at_which_something_could_never_be_fetched_are_refused() -> None:
+def test_bounds_that_would_block_a_fetch_forever_are_refused() -> None:
     with pytest.raises(KvError, match="users_max"):
         Limits(users_max=0)
     with pytest.raises(KvError, match="must not exceed"):

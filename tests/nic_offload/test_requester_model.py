@@ -309,7 +309,7 @@ def play(model: Reference, name: str, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_it_keeps_its_promises(seed: int) -> None:
+def test_random_runs_keep_its_guarantees(seed: int) -> None:
     rng = random.Random(seed)
     # So that now the gets and now the bytes are what is scarce.
     model = Reference(replace(SMALL, gets_in_flight_max=rng.choice([3, 6])))

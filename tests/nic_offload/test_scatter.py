@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 PAGE = 4096
 
 
-def test_pieces_that_touch_on_both_sides_become_one_extent() -> None:
+def test_pieces_adjacent_on_both_sides_become_one_extent() -> None:
     pieces = [Piece(0, 100, 10), Piece(10, 110, 5), Piece(15, 200, 5), Piece(21, 205, 5), Piece(26, 210, 0)]
     assert coalesce(pieces) == [Piece(0, 100, 15), Piece(15, 200, 5), Piece(21, 205, 5)]
 
 
-def test_an_extent_is_never_longer_than_the_most_that_one_operation_takes() -> None:
+def test_an_extent_is_never_longer_than_one_operation_allows() -> None:
     pieces = [Piece(i * 4, 64 + i * 4, 4) for i in range(5)]
     assert coalesce(pieces, length_max=8) == [Piece(0, 64, 8), Piece(8, 72, 8), Piece(16, 80, 4)]
 
 
-def test_nothing_is_no_extent() -> None:
+def test_no_pieces_make_no_extent() -> None:
     assert coalesce([]) == []
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_extents_hold_the_bytes_of_the_pieces_and_no_other(seed: int) -> None:
+def test_extents_contain_exactly_the_bytes_of_the_pieces(seed: int) -> None:
     rng = random.Random(seed)
     pieces, local, remote = [], 0, 1000
     for _ in range(200):
@@ -61,7 +61,7 @@ def paged(pair: Pair, seed: int = 1, pages: int = 64) -> list[Piece]:
     ]
 
 
-def test_pages_are_put_as_one_block_and_the_flag_comes_last(pair: Pair, flag: FlagWord) -> None:
+def test_pages_are_put_as_one_block_and_the_flag_is_last(pair: Pair, flag: FlagWord) -> None:
     near, far, there = pair.near, pair.far, pair.there
     near.fill(0, random.Random(2).randbytes(110 * PAGE))
     pieces = paged(pair)
@@ -91,7 +91,7 @@ def test_pages_are_put_as_one_block_and_the_flag_comes_last(pair: Pair, flag: Fl
     assert near.fabric.statistics().put_bytes >= len(pieces) * PAGE
 
 
-def test_if_a_piece_fails_the_flag_never_comes(pair: Pair, flag: FlagWord) -> None:
+def test_if_a_piece_fails_the_flag_never_arrives(pair: Pair, flag: FlagWord) -> None:
     if pair.provider == "shm":
         pytest.skip("shm never completes a put with a bad key: its deadline ends the endpoint, not the put")
     near, far, there = pair.near, pair.far, pair.there
@@ -116,7 +116,7 @@ def test_if_a_piece_fails_the_flag_never_comes(pair: Pair, flag: FlagWord) -> No
     assert far.word(3).load() == 0
 
 
-def test_a_flag_that_is_never_stored_ends_the_whole_at_its_deadline(pair: Pair, flag: FlagWord) -> None:
+def test_a_flag_that_is_never_stored_ends_everything_at_its_deadline(pair: Pair, flag: FlagWord) -> None:
     near, there = pair.near, pair.there
     scatter_put(
         near.fabric,
@@ -140,7 +140,7 @@ def test_a_flag_that_is_never_stored_ends_the_whole_at_its_deadline(pair: Pair, 
     assert near.fabric.statistics().waiting == 0
 
 
-def test_pages_are_got_into_their_places_and_the_owner_is_told(pair: Pair, flag: FlagWord) -> None:
+def test_pages_are_fetched_into_their_places_and_the_owner_is_notified(pair: Pair, flag: FlagWord) -> None:
     near, far, there = pair.near, pair.far, pair.there
     far.fill(0, random.Random(3).randbytes(64 * PAGE))
     pieces = paged(pair, seed=4)

@@ -81,12 +81,12 @@ def landing(pair: Pair, index: int, generation: int) -> Landing:
     )
 
 
-def test_the_hash_of_these_tests_is_that_of_its_authors() -> None:
+def test_the_hash_in_these_tests_is_the_authors() -> None:
     assert siphash(bytes(range(16)), bytes(range(15))) == 0xA129CA6149BE45E5
 
 
-def test_flag_and_acknowledgement_come_as_they_are_written_down(sealed: Pair) -> None:
-    """Of any provider; by the NIC's own doing where there is deferred work is `test_a_flag_that_a_nic_fires`."""
+def test_flag_and_acknowledgement_arrive_as_specified(sealed: Pair) -> None:
+    """With any provider; `test_a_flag_fired_by_a_nic_is_tagged_too` covers deferred work of a NIC."""
     far, near = sealed.far, sealed.near
     watch_landings(far.fabric, [landing(sealed, 3, GENERATION)])
     watch_ack(sealed, 3, GENERATION, LANDED)
@@ -101,7 +101,7 @@ def test_flag_and_acknowledgement_come_as_they_are_written_down(sealed: Pair) ->
     assert stale(sealed) == 0
 
 
-def test_a_flag_that_a_nic_fires_is_tagged_too() -> None:
+def test_a_flag_fired_by_a_nic_is_tagged_too() -> None:
     with Pair("sockets", deferred_work=True) as pair:
         pair.there.fence()
         seal(pair)
@@ -139,7 +139,7 @@ def forged_acks(pair: Pair) -> dict[str, int]:
     }
 
 
-def test_no_forged_flag_is_believed(net: Pair) -> None:
+def test_forged_flags_are_rejected(net: Pair) -> None:
     watch_landings(net.far.fabric, [landing(net, 3, GENERATION)])
     with Forger("net", net.far) as forger:
         for number, (name, word) in enumerate(forged_flags(net).items(), 1):
@@ -151,7 +151,7 @@ def test_no_forged_flag_is_believed(net: Pair) -> None:
     assert net.far.final(TAG).kind == EventKind.LANDED, "the true one is"
 
 
-def test_no_forged_acknowledgement_is_believed(net: Pair) -> None:
+def test_forged_acknowledgements_are_rejected(net: Pair) -> None:
     watch_ack(net, 3, GENERATION, SYNCED)
     with Forger("net", net.near) as forger:
         for number, (name, word) in enumerate(forged_acks(net).items(), 1):
@@ -164,7 +164,7 @@ def test_no_forged_acknowledgement_is_believed(net: Pair) -> None:
     assert net.near.of(TAG)[0].value == GENERATION << 8 | SYNCED
 
 
-def test_an_acknowledgement_that_is_put_once_more_is_not_told_once_more(net: Pair) -> None:
+def test_a_repeated_acknowledgement_is_reported_once(net: Pair) -> None:
     watch_ack(net, 3, GENERATION, SYNCED)
     landed, written = (
         word_of(TO_CLIENT, ack_spot(net, 3), GENERATION << 8 | code) for code in (LANDED, WRITTEN)
@@ -180,7 +180,7 @@ def test_an_acknowledgement_that_is_put_once_more_is_not_told_once_more(net: Pai
     assert [event.value & 0xFF for event in net.near.of(TAG)] == [LANDED, WRITTEN]
 
 
-def test_a_forged_word_does_not_put_off_a_deadline(net: Pair) -> None:
+def test_a_forged_word_does_not_extend_a_deadline(net: Pair) -> None:
     near = net.near
     watch = AckWatch(TAG, near.endpoint, near.word(3).address, GENERATION, after_ms(100), SYNCED)
     watch_acks(near.fabric, [watch])
@@ -190,7 +190,7 @@ def test_a_forged_word_does_not_put_off_a_deadline(net: Pair) -> None:
     assert (event.kind, event.status) == (EventKind.WATCH_FAILED, -errno.ETIMEDOUT)
 
 
-def test_an_acknowledgement_that_came_before_its_watch_counts(net: Pair) -> None:
+def test_an_acknowledgement_that_arrived_before_its_watch_counts(net: Pair) -> None:
     put_words(
         net.far.fabric,
         [
@@ -229,7 +229,7 @@ def slot_spot(pair: Pair, slot: int) -> Spot:
     return Spot(pair.there.base + 8 * slot, pair.there.key)
 
 
-def test_puts_by_grants_land_over_a_sealed_connection(puts: granted.GrantRig) -> None:
+def test_granted_puts_land_over_a_sealed_connection(puts: granted.GrantRig) -> None:
     """More than there are slots, so that each has several generations; with metadata and without."""
     puts.feed(20, pages=3)
     for metadata in (b"", b"who wants it"):
@@ -277,8 +277,8 @@ def true_flag(pair: Pair, slot: int = 2, generation: int = granted.FIRST) -> int
     return word_of(TO_NODE, slot_spot(pair, slot), generation)
 
 
-def test_a_put_is_tagged_as_it_is_written_down(net: Pair) -> None:
-    """The forger here is no forger: it has the key, and is believed."""
+def test_a_put_is_tagged_as_specified(net: Pair) -> None:
+    """The forger here has the key, and is accepted."""
     rig, payload = granted.GrantRig(net), os.urandom(500)
     rig.feed(2)
     with Forger("net", net.far) as forger:
@@ -291,8 +291,8 @@ def test_a_put_is_tagged_as_it_is_written_down(net: Pair) -> None:
         rig.wait_came(2)
 
 
-def test_a_put_with_a_forged_flag_is_not_looked_at(net: Pair) -> None:
-    """Whatever a forger writes beside the puts of whom the connection is, these go on."""
+def test_a_put_with_a_forged_flag_is_ignored(net: Pair) -> None:
+    """Whatever a forger writes beside the connection's own puts, these continue."""
     rig, payload = granted.GrantRig(net), os.urandom(500)
     rig.feed(8, pages=3)
     flags = {
@@ -324,10 +324,10 @@ def test_a_put_with_a_forged_flag_is_not_looked_at(net: Pair) -> None:
     ],
     ids=str,
 )
-def test_a_head_that_is_not_its_clients_ends_the_connection_and_nothing_of_it_is_kept(
+def test_a_foreign_header_ends_the_connection_and_nothing_of_it_is_kept(
     net: Pair, slip: dict[str, object]
 ) -> None:
-    """Under a true flag, as when somebody writes over a head that is on its way."""
+    """Under a valid flag, as when a header is overwritten in flight."""
     rig, payload = granted.GrantRig(net), os.urandom(500)
     rig.feed(1)
     there = slot_spot(net, 2)
@@ -341,8 +341,8 @@ def test_a_head_that_is_not_its_clients_ends_the_connection_and_nothing_of_it_is
     assert (rig.came, len(rig.shelf), net.near.word(3).load()) == ([], 0, 0)
 
 
-def test_a_put_of_an_earlier_generation_is_not_taken_once_more(net: Pair) -> None:
-    """A head that was heard on the wire is put again, under the flag that is due now."""
+def test_a_put_of_an_earlier_generation_is_not_accepted_again(net: Pair) -> None:
+    """A header recorded on the wire is put again, under the flag that is expected now."""
     rig, payload = granted.GrantRig(net), os.urandom(500)
     rig.feed(2)
     with Forger("net", net.far) as forger:
@@ -376,7 +376,7 @@ def write_call(forger: Forger, pair: Pair, data: bytes, generation: int = shelf.
     forger.word(call_spot(pair).address, word_of(TO_NODE, call_spot(pair), generation))
 
 
-def test_a_call_is_tagged_as_it_is_written_down_and_answered_at_the_desk(net: Pair) -> None:
+def test_a_call_is_tagged_as_specified_and_answered_at_the_desk(net: Pair) -> None:
     rig = shelf.ShelfRig(net)
     rig.store(1, 0, 5000)
     with Forger("net", net.far) as forger:
@@ -391,7 +391,7 @@ def test_a_call_is_tagged_as_it_is_written_down_and_answered_at_the_desk(net: Pa
 
 
 @pytest.mark.parametrize("slip", ["none", "direction", "place", "generation", "memory", "changed"])
-def test_a_call_that_is_not_its_clients_is_not_answered(net: Pair, slip: str) -> None:
+def test_a_foreign_call_is_not_answered(net: Pair, slip: str) -> None:
     """It is left to the application, which ends the connection: `tests/client/test_seal.py`."""
     rig = shelf.ShelfRig(net)
     rig.store(1, 0, 5000)
@@ -416,8 +416,8 @@ def test_a_call_that_is_not_its_clients_is_not_answered(net: Pair, slip: str) ->
     assert net.far.fabric.statistics().served == 0
 
 
-def test_bytes_are_believed_from_the_other_end_alone(net: Pair) -> None:
-    """As answers are: tagged at one end, looked at at the other."""
+def test_only_bytes_from_the_other_end_are_accepted(net: Pair) -> None:
+    """As for answers: tagged at one end, checked at the other."""
     data, place = os.urandom(33), net.near.region.address + 512
     spot = Spot(net.back.base + 512, net.back.key)
     tag = net.far.endpoint.tag(*spot, 9, data)

@@ -19,7 +19,7 @@ def address_of(key: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(key))
 
 
-def test_keys_are_out_of_dumps_and_locked_and_zeros_once_they_are_wiped() -> None:
+def test_keys_are_excluded_from_dumps_and_locked_and_zeros_once_wiped() -> None:
     keys = [key_of(bytearray(os.urandom(KEY_BYTES))) for _ in range(5000)]  # more than a chunk has
     places = [address_of(key) for key in keys]
     assert len(set(places)) == len(keys)
@@ -36,7 +36,7 @@ def test_keys_are_out_of_dumps_and_locked_and_zeros_once_they_are_wiped() -> Non
     wipe(again)
 
 
-def test_a_wiped_key_is_over_and_its_place_is_given_once() -> None:
+def test_a_wiped_key_is_unusable_and_its_place_reused_once() -> None:
     key = key_of(bytearray(os.urandom(KEY_BYTES)))
     wipe(key)
     wipe(key)
@@ -67,7 +67,7 @@ def test_a_key_is_unsealed_into_it_or_not_at_all() -> None:
             unseal_key(by, NONCE, b"of it", bad)
 
 
-def test_a_text_opens_with_its_key_nonce_and_surroundings_alone() -> None:
+def test_a_text_opens_only_with_its_key_nonce_and_context() -> None:
     name, text = KeyName(3, 77), b"a label"
     with Vault(4) as vault:
         assert vault.seal_text(name, NONCE, b"of it", text) is None, "its key is not there"

@@ -203,7 +203,7 @@ def client() -> Iterator[Client]:
     ],
     ids=["byte", "three", "many", "large", "parts"],
 )
-def test_blocks_come_whole_from_the_memory_that_is_mapped(client: Client, blocks: list[Wanted]) -> None:
+def test_blocks_are_copied_whole_from_the_mapped_memory(client: Client, blocks: list[Wanted]) -> None:
     group = client.get(blocks)
     assert client.asked().flags & SHARES
     client.answer(client.rows(blocks))
@@ -214,8 +214,8 @@ def test_blocks_come_whole_from_the_memory_that_is_mapped(client: Client, blocks
     assert client.caller.free_places == PLACES
 
 
-def test_the_place_is_used_again_only_after_the_last_copy(client: Client) -> None:
-    """Its next call tells the node that the blocks may go."""
+def test_the_place_is_reused_only_after_the_last_copy(client: Client) -> None:
+    """Its next call tells the node that the blocks may be released."""
     blocks = [Wanted(0, 1 << 20)] * 4
     for number in range(1, 6):
         group = client.get(blocks, tag=number * TAG)
@@ -229,7 +229,7 @@ def test_the_place_is_used_again_only_after_the_last_copy(client: Client) -> Non
         client.pair.near.fill(TARGETS, bytes(TARGET_BYTES))
 
 
-def test_another_checksum_is_corrupt_and_then_the_fabric_is_asked(client: Client) -> None:
+def test_a_wrong_checksum_is_corrupt_and_then_the_fabric_is_used(client: Client) -> None:
     blocks = [Wanted(0, 5000), Wanted(8192, 5000)]
     group = client.get(blocks)
     client.asked()
@@ -242,7 +242,7 @@ def test_another_checksum_is_corrupt_and_then_the_fabric_is_asked(client: Client
 
 
 @pytest.mark.parametrize("offset", [NODE_BYTES - 4999, NODE_BYTES, (1 << 64) - 1])
-def test_a_place_outside_of_the_memory_is_no_answer(client: Client, offset: int) -> None:
+def test_a_place_outside_the_memory_is_not_an_answer(client: Client, offset: int) -> None:
     blocks = [Wanted(0, 5000), Wanted(0, 5000)]
     group = client.get(blocks)
     client.asked()
@@ -290,7 +290,7 @@ def test_an_ordinary_answer_ends_blocks_by_their_words(client: Client) -> None:
 
 
 def test_an_answer_that_took_too_long_is_a_miss(client: Client) -> None:
-    """The node may have used the memory for something else."""
+    """The node may have reused the memory."""
     blocks = [Wanted(0, 5000)]
     group = client.get(blocks)
     client.asked()
@@ -300,7 +300,7 @@ def test_an_answer_that_took_too_long_is_a_miss(client: Client) -> None:
     assert client.codes(group, 1) == [LATE]
 
 
-def test_blocks_that_were_given_up_are_not_copied(client: Client) -> None:
+def test_abandoned_blocks_are_not_copied(client: Client) -> None:
     blocks = [Wanted(0, 5000), Wanted(8192, 5000)]
     group = client.get(blocks, blocks_ms=50)
     client.asked()
@@ -328,7 +328,7 @@ def test_nothing_is_copied_once_the_endpoint_is_closed(client: Client) -> None:
 
 
 def test_a_word_of_another_watch_ends_no_row_while_its_block_is_copied(client: Client) -> None:
-    """A cancelled get's second watch: the bytes would still come after its caller had been told that they don't."""
+    """A cancelled get's second watch: the bytes would arrive after its caller was told that they don't."""
     blocks = [Wanted(0, 1 << 20)] * 4
     for attempt in range(1, 20):
         group = client.get(blocks, tag=attempt * TAG)

@@ -38,7 +38,7 @@ def told(rig: ShelfRig, generation: int = FIRST) -> list[tuple[int, int]]:
     return [(offset, one) for offset, one, _ in struct.iter_unpack("<QII", data[HEAD.size :])]
 
 
-def test_it_says_where_blocks_are_and_sends_none(rig: ShelfRig) -> None:
+def test_it_reports_where_blocks_are_and_sends_none(rig: ShelfRig) -> None:
     rows = two(rig)
     rig.call(Wanted(rows, flags=SHARES))
     assert told(rig) == [(0, crc32c(rig.blocks[1])), (8192, crc32c(rig.blocks[2]))]
@@ -49,20 +49,20 @@ def test_it_says_where_blocks_are_and_sends_none(rig: ShelfRig) -> None:
     assert 0 < served.began_ns <= served.ended_ns
 
 
-def test_one_that_does_not_ask_is_sent_its_blocks(rig: ShelfRig) -> None:
+def test_a_caller_that_does_not_request_it_is_sent_its_blocks(rig: ShelfRig) -> None:
     rig.call(Wanted(two(rig)))
     rig.acked(1)
     assert rig.got(1, 5000) == rig.blocks[1]
 
 
-def test_a_desk_that_does_not_share_sends_blocks_to_one_that_asks(pair: Pair) -> None:
+def test_a_desk_that_does_not_share_sends_blocks_to_a_caller_that_requests_it(pair: Pair) -> None:
     rig = ShelfRig(pair)
     rig.call(Wanted(two(rig), flags=SHARES))
     rig.acked(1)
     assert rig.got(1, 5000) == rig.blocks[1]
 
 
-def test_blocks_stay_until_the_next_call_in_the_same_place(rig: ShelfRig) -> None:
+def test_blocks_are_kept_until_the_next_call_in_the_same_place(rig: ShelfRig) -> None:
     rows = two(rig)
     rig.call(Wanted(rows, flags=SHARES))
     told(rig)
@@ -74,7 +74,7 @@ def test_blocks_stay_until_the_next_call_in_the_same_place(rig: ShelfRig) -> Non
     assert not rig.shelf.take([1002])[0]
 
 
-def test_any_call_ends_that_also_one_for_the_application(rig: ShelfRig) -> None:
+def test_any_call_releases_them_also_one_for_the_application(rig: ShelfRig) -> None:
     rows = two(rig)
     rig.call(Wanted(rows, flags=SHARES))
     told(rig)
@@ -84,7 +84,7 @@ def test_any_call_ends_that_also_one_for_the_application(rig: ShelfRig) -> None:
     assert rig.shelf.take([1002])[0]
 
 
-def test_a_peer_that_does_not_call_again_keeps_blocks_for_a_while_only() -> None:
+def test_blocks_of_a_peer_that_does_not_call_again_are_kept_only_for_a_while() -> None:
     with Pair("net") as pair:
         rig = ShelfRig(pair, shares=True)
         began = time.monotonic()
@@ -95,7 +95,7 @@ def test_a_peer_that_does_not_call_again_keeps_blocks_for_a_while_only() -> None
         assert rig.shelf.take([1002])[0]
 
 
-def test_a_desk_that_is_closed_keeps_nothing(rig: ShelfRig) -> None:
+def test_a_closed_desk_keeps_nothing(rig: ShelfRig) -> None:
     rig.call(Wanted(two(rig), flags=SHARES))
     told(rig)
     rig.pair.far.endpoint.close()
@@ -104,7 +104,7 @@ def test_a_desk_that_is_closed_keeps_nothing(rig: ShelfRig) -> None:
     assert rig.shelf.take([1002])[0]
 
 
-def test_kept_bytes_count_as_under_way(pair: Pair) -> None:
+def test_kept_bytes_count_as_in_flight(pair: Pair) -> None:
     rig = ShelfRig(pair, bytes_max=5001, shares=True)
     rows = two(rig)
     rig.watch(FIRST, 1)

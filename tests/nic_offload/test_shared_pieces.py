@@ -61,7 +61,7 @@ SIZES = {
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("skip", [0, 1, 20_000])
 @pytest.mark.parametrize("more", [0, 5000])
-def test_they_come_into_their_pieces_and_nowhere_else(
+def test_blocks_are_scattered_into_their_pieces_and_nowhere_else(
     client: Client, pages: Pages, sizes: list[int], skip: int, more: int
 ) -> None:
     size = sum(sizes)
@@ -84,10 +84,10 @@ def test_they_come_into_their_pieces_and_nowhere_else(
 
 
 @pytest.mark.parametrize("is_part", [False, True])
-def test_many_bytes_come_into_pieces_at_any_address_and_nowhere_else(
+def test_many_bytes_are_scattered_into_pieces_at_any_address_and_nowhere_else(
     client: Client, *, is_part: bool
 ) -> None:
-    """They are written past the cache, a line at a time, and what is left of a line as usual."""
+    """They are written past the cache, a line at a time, and the rest of a line as usual."""
     dice = random.Random(5)
     places: list[tuple[int, int]] = []
     for page in range(0, PAGES_BYTES, 4096):
@@ -112,7 +112,7 @@ def test_many_bytes_come_into_pieces_at_any_address_and_nowhere_else(
     assert memory[:] == wanted
 
 
-def test_other_bytes_are_no_hit(client: Client, pages: Pages) -> None:
+def test_other_bytes_are_not_a_hit(client: Client, pages: Pages) -> None:
     blocks = [Wanted(0, 8192), Wanted(8192, 8192)]
     made = [pages.pieces([4096, 4096])[0] for _ in blocks]
     group = client.get(blocks, pieces=made)
@@ -123,7 +123,7 @@ def test_other_bytes_are_no_hit(client: Client, pages: Pages) -> None:
     assert client.codes(group, 2) == [SCATTERED, CORRUPT]
 
 
-def test_a_block_that_is_sent_comes_into_its_run(client: Client, pages: Pages) -> None:
+def test_a_block_that_is_sent_arrives_in_its_run(client: Client, pages: Pages) -> None:
     """Its caller scatters it."""
     blocks = [Wanted(0, 8192)]
     pieces, places = pages.pieces([4096, 4096])
@@ -147,7 +147,7 @@ def test_pieces_of_another_length_than_the_block_are_left_alone(client: Client, 
     assert pages.read(places) == bytes(8191)
 
 
-def test_their_memory_is_held_until_the_get_is_over(client: Client, pages: Pages) -> None:
+def test_their_memory_is_held_until_the_get_has_ended(client: Client, pages: Pages) -> None:
     blocks = [Wanted(i * 8192, 8192) for i in range(4)]
     group = client.get(blocks, pieces=[pages.pieces([4096, 4096])[0] for _ in blocks])
     with pytest.raises(RegionBusy):
@@ -158,7 +158,7 @@ def test_their_memory_is_held_until_the_get_is_over(client: Client, pages: Pages
     pages.region.close()
 
 
-def test_a_call_that_can_not_be_made_holds_nothing(client: Client, pages: Pages) -> None:
+def test_a_call_that_cannot_be_made_holds_nothing(client: Client, pages: Pages) -> None:
     made = pages.pieces([4096])[0]
     while client.get_code([Wanted(0, 4096)], pieces=[made]) == 0:
         pass
@@ -166,7 +166,7 @@ def test_a_call_that_can_not_be_made_holds_nothing(client: Client, pages: Pages)
     pages.region.close()
 
 
-def test_many_gets_after_each_other(client: Client, pages: Pages) -> None:
+def test_many_gets_one_after_the_other(client: Client, pages: Pages) -> None:
     for number in range(1, 20):
         blocks = [Wanted(number * 16_384 + i * 4096, 4096) for i in range(3)]
         made = [pages.pieces([1000, 3000, 96]) for _ in blocks]

@@ -121,7 +121,7 @@ def node() -> Iterator[Node]:
     node.pair.__exit__()
 
 
-def test_a_block_is_told_and_kept_until_it_was_read(node: Node) -> None:
+def test_a_block_is_reported_and_kept_until_it_was_read(node: Node) -> None:
     before_ns = time.monotonic_ns()
     node.put()
     wait_until(lambda: node.said() == 7 << 8 | WHERE, "the word")
@@ -138,7 +138,7 @@ def test_a_block_is_told_and_kept_until_it_was_read(node: Node) -> None:
     assert not node.came(), "no byte was sent"
 
 
-def test_one_that_is_never_read_is_kept_for_two_seconds(node: Node) -> None:
+def test_a_block_that_is_never_read_is_kept_for_two_seconds(node: Node) -> None:
     began = time.monotonic()
     node.put()
     wait_until(lambda: node.is_sent, "it is over", 10)
@@ -167,11 +167,11 @@ def test_memory_that_is_not_shared_is_sent() -> None:
     node.pair.__exit__()
 
 
-def test_nothing_is_kept_for_an_endpoint_that_is_closed(node: Node) -> None:
+def test_nothing_is_kept_for_a_closed_endpoint(node: Node) -> None:
     node.put()
     wait_until(lambda: node.said() == 7 << 8 | WHERE, "the word")
     node.pair.near.endpoint.close()
-    assert node.pair.near.region.is_idle
+    assert node.pair.near.region._is_idle()
 
 
 # --- the client
@@ -215,7 +215,7 @@ def codes(group: object, count: int) -> list[int]:
     return [group.row(i).code for i in range(count)]  # type: ignore[attr-defined]
 
 
-def test_blocks_are_read_as_they_are_told(client: Client, rows: Rows) -> None:
+def test_blocks_are_read_where_they_are_reported(client: Client, rows: Rows) -> None:
     blocks = [Wanted(4096, 32 << 10), Wanted(NODE_BYTES - 5000, 5000), Wanted(777, 16 << 10), Wanted(0, 1)]
     group = begin(client, blocks)
     for number in (2, 0, 3, 1):
@@ -227,7 +227,7 @@ def test_blocks_are_read_as_they_are_told(client: Client, rows: Rows) -> None:
     assert client.caller.free_places == PLACES
 
 
-def test_parts_of_blocks_that_are_told(client: Client, rows: Rows) -> None:
+def test_parts_of_reported_blocks_are_read(client: Client, rows: Rows) -> None:
     blocks = [Wanted(0, 50_000, 0, 1), Wanted(50_000, 50_000, 16_000, 20_000), Wanted(9, 40_000, 39_999, 1)]
     group = begin(client, blocks)
     for number in range(3):

@@ -232,7 +232,7 @@ def two(rig: ShelfRig) -> tuple[Row, Row]:
     return Row(1, 5000, 1), Row(4, 1, 2, key=key_of(2))
 
 
-def test_a_call_for_what_is_on_the_shelf_is_answered_without_the_application(rig: ShelfRig) -> None:
+def test_a_call_for_blocks_on_the_shelf_is_answered_without_the_application(rig: ShelfRig) -> None:
     rows = two(rig)
     for generation in (FIRST, FIRST + 1, FIRST + 2):
         rig.pair.near.fill(0, bytes(CALL_AT))
@@ -278,25 +278,25 @@ OTHERS: dict[str, Callable[[tuple[Row, Row]], Wanted]] = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_any_other_call_is_the_applications(rig: ShelfRig, what: str) -> None:
+def test_any_other_call_is_left_to_the_application(rig: ShelfRig, what: str) -> None:
     rig.left_to_us(OTHERS[what](two(rig)))
 
 
-def test_a_call_of_another_generation_inside_is_the_applications(rig: ShelfRig) -> None:
+def test_a_call_with_another_generation_inside_is_left_to_the_application(rig: ShelfRig) -> None:
     rows = two(rig)
     rig.call(Wanted(rows, FIRST - 1), flag=FIRST)
     assert rig.pair.far.final(TAG).value == FIRST
     assert not rig.answered()
 
 
-def test_an_unlisted_block_is_not_sent_any_more(rig: ShelfRig) -> None:
+def test_an_unlisted_block_is_no_longer_sent(rig: ShelfRig) -> None:
     rows = two(rig)
     rig.shelf.unlist(OWNER + key_of(2))
     assert len(rig.shelf) == 1
     rig.left_to_us(Wanted(rows))
 
 
-def test_a_taken_block_is_not_sent_any_more(rig: ShelfRig) -> None:
+def test_a_taken_block_is_no_longer_sent(rig: ShelfRig) -> None:
     rows = two(rig)
     assert rig.shelf.take([1001])[0]
     assert rig.shelf.take([1001])[0], "and again"
@@ -311,8 +311,8 @@ def test_blocks_of_another_owner_are_not_found(rig: ShelfRig) -> None:
     rig.left_to_us(Wanted((*rows, Row(3, 100, 3))))
 
 
-def test_no_name_of_any_other_owner_is_this_ones(rig: ShelfRig) -> None:
-    """Enough owners for some to be looked for in the very chain where the block is."""
+def test_no_owner_finds_a_block_of_another_owner(rig: ShelfRig) -> None:
+    """Enough owners for some to share the hash chain of the block."""
     rows = two(rig)
     dice = random.Random(17)
     for _ in range(20_000):
@@ -328,7 +328,7 @@ def test_a_desk_that_does_not_answer_leaves_all_to_the_application(rig: ShelfRig
     rig.left_to_us(Wanted(two(rig)))
 
 
-def test_more_bytes_than_a_desk_may_send_at_a_time_are_the_applications(pair: Pair) -> None:
+def test_more_bytes_than_a_desk_may_send_at_a_time_are_left_to_the_application(pair: Pair) -> None:
     rig = ShelfRig(pair, bytes_max=5000)
     rig.left_to_us(Wanted(two(rig)))
 
@@ -345,7 +345,7 @@ def test_half_of_the_room_for_operations_is_left_to_the_application(provider: st
         assert rig.pair.far.final(TAG).value == FIRST + 1
 
 
-def test_a_block_of_the_same_name_takes_the_others_place(rig: ShelfRig) -> None:
+def test_a_block_of_the_same_name_replaces_the_other(rig: ShelfRig) -> None:
     first = rig.store(1, 0, 5000)
     second = os.urandom(5000)
     rig.pair.far.fill(8192, second)
@@ -378,7 +378,7 @@ def is_free(shelf: Shelf, number: int) -> bool:
 
 
 def test_memory_being_sent_is_not_reused(provider: str) -> None:
-    """Taken while the call is answered, which takes long; when `take` says yes, the bytes are all sent."""
+    """Taken while the call is answered, which takes long; when `take` returns true, all bytes are sent."""
     length, words, at = 8 << 20, range(1, 9), 1 << 20
     busy = 0
     with Pair(provider, at + length) as pair:
@@ -404,7 +404,7 @@ def test_memory_being_sent_is_not_reused(provider: str) -> None:
     assert busy, "never in the middle"
 
 
-def test_an_endpoint_that_closes_lets_all_go(rig: ShelfRig) -> None:
+def test_a_closing_endpoint_releases_everything(rig: ShelfRig) -> None:
     length = 256 << 10
     rig.store(1, 0, length)
     rig.call(Wanted(tuple(Row(0, length, 1, key=key_of(1)) for _ in range(16))))
@@ -452,7 +452,7 @@ def test_thousands_of_names_come_and_go(rig: ShelfRig) -> None:
     assert len(rig.shelf) == 1
 
 
-def test_a_block_outside_of_the_shelfs_region_is_refused(rig: ShelfRig) -> None:
+def test_a_block_outside_the_shelfs_region_is_refused(rig: ShelfRig) -> None:
     one = rig.store(1, 0, 64)
     region = rig.pair.far.region
     for address in (region.address - 1, region.address + region.length - 63):
@@ -463,7 +463,7 @@ def test_a_block_outside_of_the_shelfs_region_is_refused(rig: ShelfRig) -> None:
     assert len(rig.shelf) == 1
 
 
-def test_a_fabric_that_is_closed_takes_its_shelf_along(provider: str) -> None:
+def test_closing_a_fabric_closes_its_shelf(provider: str) -> None:
     with Pair(provider) as pair:
         rig = ShelfRig(pair)
         rig.store(1, 0, 5000)

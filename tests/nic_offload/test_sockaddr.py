@@ -15,7 +15,7 @@ PROVIDERS = ("net", "tcp;ofi_rxm", "sockets")
 
 
 @pytest.mark.parametrize("text", ["10.0.0.7", "fd00::7", "::1", "255.255.255.255", "0.0.0.0"])
-def test_an_address_is_told_in_its_own_family_and_read_again(text: str) -> None:
+def test_an_address_is_formatted_in_its_own_family_and_parsed_again(text: str) -> None:
     address = SocketAddress(ip_of(text), 7071)
     family = socket.AF_INET6 if ":" in text else socket.AF_INET
     assert struct.unpack_from("=H", address.told)[0] == family
@@ -24,27 +24,27 @@ def test_an_address_is_told_in_its_own_family_and_read_again(text: str) -> None:
     assert SocketAddress.of(address.packed(6)) == address  # one of IPv4 is mapped there, and the same
 
 
-def test_an_address_of_ipv6_is_none_in_a_fabric_of_ipv4() -> None:
+def test_an_ipv6_address_is_invalid_in_an_ipv4_fabric() -> None:
     with pytest.raises(ValueError, match="not an IPv4 address"):
         SocketAddress(ip_of("fd00::7"), 7071).packed(4)
 
 
 @pytest.mark.parametrize("family", [0, 1, 10, 16, 40, 65535])
-def test_bytes_of_another_family_are_no_address(family: int) -> None:
+def test_bytes_of_another_family_are_not_an_address(family: int) -> None:
     data = struct.pack("=H", family) + SocketAddress(ip_of("127.0.0.1"), 7071).told[2:]
     with pytest.raises(ValueError, match="not an IPv4 or IPv6 address"):
         SocketAddress.of(data)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 8, 15, 17, 27, 28, 29, 256])
-def test_bytes_of_another_length_are_no_address(length: int) -> None:
+def test_bytes_of_another_length_are_not_an_address(length: int) -> None:
     data = SocketAddress(ip_of("127.0.0.1"), 7071).told.ljust(256, b"\0")[:length]
     with pytest.raises(ValueError, match="not an IPv4 or IPv6 address"):
         SocketAddress.of(data)
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_an_endpoint_listens_where_it_is_told_to_and_nobody_else_can(provider: str) -> None:
+def test_an_endpoint_listens_on_the_given_address_which_no_other_can_use(provider: str) -> None:
     with Fabric(provider, address="127.0.0.1") as fabric:
         any_port = SocketAddress(ip_of("127.0.0.2"), 0).packed(fabric.ip_version)
         first = fabric.open_endpoint(any_port)

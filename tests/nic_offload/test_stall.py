@@ -10,7 +10,7 @@ from nic_offload.trigger import TriggeredPut, arm
 from tests.nic_offload.rig import PAGE, open_fabric, wait_until
 
 
-def test_an_endpoint_whose_puts_were_taken_back_is_not_stalled() -> None:
+def test_an_endpoint_whose_puts_were_withdrawn_is_not_stalled() -> None:
     with open_fabric("net") as fabric, socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and listens to nobody
         peer = fabric.add_peer(SocketAddress(ip_of("127.0.0.1"), nobody.getsockname()[1]).packed(4))

@@ -104,7 +104,7 @@ def _open() -> tuple[Fabric, int]:
     return fabric, thread
 
 
-def test_a_call_that_gets_no_answer_ends_and_later_ones_end_at_once() -> None:
+def test_an_unanswered_call_times_out_and_later_ones_fail_at_once() -> None:
     fabric, thread = _open()
     with fabric, hanging(thread) as go_on:
         began = time.monotonic()
@@ -125,8 +125,8 @@ def test_a_call_that_gets_no_answer_ends_and_later_ones_end_at_once() -> None:
         wait_until(lambda: _gone(thread), "a thread that was given up ends when it can")
 
 
-def test_a_doorbell_is_its_owners_again_once_the_thread_is_past_it() -> None:
-    """It may have been told of a ring, and be about to read: by then the number could be that of another file."""
+def test_a_doorbell_belongs_to_its_owner_once_the_thread_is_past_it() -> None:
+    """It may be about to read a ring: by then the number could be that of another file."""
     before = _threads()
     with Fabric("net", address="127.0.0.1") as fabric:
         (thread,) = _threads() - before
@@ -148,7 +148,7 @@ def test_a_doorbell_is_its_owners_again_once_the_thread_is_past_it() -> None:
         os.close(rung)
 
 
-def test_nothing_is_armed_where_nobody_answers() -> None:
+def test_nothing_is_armed_on_a_hanging_fabric() -> None:
     fabric, thread = _open()
     with fabric, FlagWords.create(1) as words, fabric.open_counter(words[0]) as counter:
         endpoint = fabric.open_endpoint()
@@ -171,8 +171,8 @@ def test_nothing_is_armed_where_nobody_answers() -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_thread_that_hangs_while_it_looks_for_its_sockets_holds_up_nobody() -> None:
-    """In a process of its own: a call that has no end is one that no signal's handler of Python interrupts."""
+def test_a_thread_that_hangs_in_its_search_for_sockets_blocks_no_caller() -> None:
+    """In a process of its own: no signal handler of Python interrupts a call that never returns."""
     code = (
         "import os, resource, socket\n"
         "from tests.nic_offload import test_stuck\n"
@@ -195,7 +195,7 @@ def test_a_thread_that_hangs_while_it_looks_for_its_sockets_holds_up_nobody() ->
     assert done.returncode == 0
 
 
-def test_a_fabric_closed_while_it_hangs_keeps_the_memory_that_it_was_given() -> None:
+def test_a_fabric_closed_while_it_hangs_keeps_its_memory() -> None:
     fabric, thread = _open()
     memory = allocate(PAGE)
     region = fabric.register(memory)
@@ -211,8 +211,8 @@ def test_a_fabric_closed_while_it_hangs_keeps_the_memory_that_it_was_given() -> 
     assert fabric in fabric_module._given_up
 
 
-def test_a_call_that_came_too_late_is_not_done_afterwards() -> None:
-    """What a caller was told is lost stays so: the thread looks at an abandoned call and does not do it."""
+def test_a_late_call_is_not_executed_afterwards() -> None:
+    """A call reported as failed stays failed: the thread sees that it was abandoned and skips it."""
     fabric, thread = _open()
     with fabric, FlagWords.create(1) as words, fabric.open_counter(words[0]) as counter:
         counter.add(7)

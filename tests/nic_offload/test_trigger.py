@@ -28,7 +28,7 @@ FlagWords.open(sys.argv[1])[0].store(int(sys.argv[2]))
 """
 
 
-def test_fires_never_early_and_never_twice(pair: Pair, flag: FlagWord) -> None:
+def test_a_put_fires_never_early_and_never_twice(pair: Pair, flag: FlagWord) -> None:
     near, there = pair.near, pair.there
     near.fill(0, b"block")
     there.arm(there.put(1, 5, flag=(0, 7), fires=(flag, 3), report_fired=True))
@@ -61,7 +61,7 @@ def test_a_word_already_past_the_threshold_fires_at_once(pair: Pair, flag: FlagW
     assert pair.near.final(1).kind == EventKind.DONE
 
 
-def test_a_word_that_goes_back_un_fires_nothing(pair: Pair, flag: FlagWord) -> None:
+def test_a_word_that_decreases_un_fires_nothing(pair: Pair, flag: FlagWord) -> None:
     pair.there.arm(*(pair.there.put(tag, 9, fires=(flag, tag)) for tag in (1, 2)))
     flag.store(1)
     assert pair.near.final(1).kind == EventKind.DONE
@@ -72,7 +72,7 @@ def test_a_word_that_goes_back_un_fires_nothing(pair: Pair, flag: FlagWord) -> N
     assert pair.near.fabric.statistics().fired == 3
 
 
-def test_thresholds_of_64_bits_are_compared_as_such(pair: Pair, flag: FlagWord) -> None:
+def test_64_bit_thresholds_are_compared_as_such(pair: Pair, flag: FlagWord) -> None:
     high = 1 << 63
     pair.there.arm(pair.there.put(1, 9, fires=(flag, high)))
     flag.store(high - 1)
@@ -118,7 +118,7 @@ def test_puts_armed_in_any_order_fire_exactly_when_reached(
         assert near.kinds(tag) == [EventKind.FIRED, EventKind.DONE]
 
 
-def test_waiting_on_many_words_fires_only_what_each_word_says(pair: Pair) -> None:
+def test_each_word_fires_only_its_own_puts(pair: Pair) -> None:
     words = pair.flags
     pair.there.arm(*(pair.there.put(i, 8, fires=(words[i], 1)) for i in range(64)))
     for i in range(0, 64, 3):
@@ -204,7 +204,7 @@ def test_cancelling_some_leaves_the_others_in_order(
     assert failed == set(withdrawn)
 
 
-def test_a_put_whose_flag_never_comes_ends_at_its_deadline(pair: Pair, flag: FlagWord) -> None:
+def test_a_put_whose_flag_is_never_stored_ends_at_its_deadline(pair: Pair, flag: FlagWord) -> None:
     near, there = pair.near, pair.there
     near.fill(0, b"never")
     deadline_ns = after_ms(30)
@@ -221,7 +221,7 @@ def test_a_put_whose_flag_never_comes_ends_at_its_deadline(pair: Pair, flag: Fla
     assert pair.far.word(0).load() == 0
 
 
-def test_a_deadline_already_over_lets_nothing_out(pair: Pair, flag: FlagWord) -> None:
+def test_an_expired_deadline_lets_nothing_be_sent(pair: Pair, flag: FlagWord) -> None:
     flag.store(3)
     over_ns = after_ms(-1)
     pair.near.fill(0, b"never")
@@ -235,8 +235,8 @@ def test_a_deadline_already_over_lets_nothing_out(pair: Pair, flag: FlagWord) ->
     assert pair.far.bytes_at(0, 5) == bytes(5)
 
 
-def test_a_put_whose_checksum_takes_past_its_deadline_does_not_go_out(provider: str) -> None:
-    """The flag comes in time, the sum of 256 MiB does not."""
+def test_a_put_whose_checksum_takes_past_its_deadline_is_not_sent(provider: str) -> None:
+    """The flag is in time, the checksum of 256 MiB is not."""
     length = 256 << 20
     with Pair(provider, PAGE) as pair:
         source = allocate(length)
@@ -251,8 +251,8 @@ def test_a_put_whose_checksum_takes_past_its_deadline_does_not_go_out(provider: 
         source.close()
 
 
-def test_nothing_is_posted_once_its_deadline_is_over(pair: Pair) -> None:
-    """Puts that are due at once and wait for each other: one at most is overtaken as it is posted."""
+def test_nothing_is_posted_after_its_deadline(pair: Pair) -> None:
+    """Puts that are due at once and wait for each other: at most one passes its deadline as it is posted."""
     near, there = pair.near, pair.there
     for turn in range(100):
         near.events.clear()
@@ -263,7 +263,7 @@ def test_nothing_is_posted_once_its_deadline_is_over(pair: Pair) -> None:
         assert sum(posted_ns > deadline_ns for posted_ns in posted) <= 1
 
 
-def test_a_word_alone_is_put_once(pair: Pair) -> None:
+def test_a_single_word_is_put_once(pair: Pair) -> None:
     """Once it was put again when its own completion came, over whatever had been put there since.
 
     That is put by us as well. A store of the far side's own would prove nothing: a provider copies eight bytes with
@@ -281,7 +281,7 @@ def test_a_word_alone_is_put_once(pair: Pair) -> None:
 
 
 def test_watches_are_withdrawn_in_any_order(pair: Pair) -> None:
-    """Each of those that are left sees its own word, wherever in the list it has come to stand."""
+    """Each remaining one sees its own word, wherever in the list it is now."""
     near = pair.near
     draw = random.Random(7)
     for turn in range(20):

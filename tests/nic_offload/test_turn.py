@@ -111,7 +111,7 @@ def test_a_caller_runs_the_rounds_while_it_waits(pair: Pair) -> None:
     assert turns(pair) == before, "a caller that doesn't wait"
 
 
-def test_what_others_have_queued_is_done_in_the_rounds_of_a_caller(pair: Pair) -> None:
+def test_work_queued_by_others_is_done_in_the_rounds_of_a_caller(pair: Pair) -> None:
     waiting = running(pair)
     pair.near.fill(0, b"from another")
     pair.there.arm(pair.there.put(7, 12))
@@ -120,7 +120,9 @@ def test_what_others_have_queued_is_done_in_the_rounds_of_a_caller(pair: Pair) -
     assert waiting.ended()
 
 
-def test_a_second_caller_is_told_by_the_first_ones_rounds_and_by_the_thread_after_them(pair: Pair) -> None:
+def test_a_second_caller_is_notified_by_the_first_ones_rounds_and_by_the_thread_after_them(
+    pair: Pair,
+) -> None:
     first = running(pair, 0)
     second, third = Waiting(watched(pair, 1)), Waiting(watched(pair, 2))
     time.sleep(0.05)  # so that they wait
@@ -140,7 +142,7 @@ def test_a_caller_stays_no_longer_than_its_deadline(pair: Pair) -> None:
     wait_until(lambda: pair.near.fabric.statistics().watches == 0, "the thread goes on")
 
 
-def test_a_row_that_another_thread_ends_wakes_the_caller(pair: Pair) -> None:
+def test_a_row_ended_by_another_thread_wakes_the_caller(pair: Pair) -> None:
     group = watched(pair, 0)
     waiting = with_the_turn(pair, group)
     time.sleep(ASLEEP_S)
@@ -150,7 +152,7 @@ def test_a_row_that_another_thread_ends_wakes_the_caller(pair: Pair) -> None:
     assert time.monotonic() - began < ASLEEP_FOR_S / 4
 
 
-def test_commands_are_the_threads_and_do_not_wait_for_a_caller(pair: Pair) -> None:
+def test_commands_belong_to_the_thread_and_do_not_wait_for_a_caller(pair: Pair) -> None:
     waiting = running(pair)
     began = time.monotonic()
     for _ in range(3):
@@ -160,7 +162,7 @@ def test_commands_are_the_threads_and_do_not_wait_for_a_caller(pair: Pair) -> No
     assert waiting.ended()
 
 
-def test_what_is_queued_after_a_caller_left_does_not_wait_until_the_thread_has_slept_enough(
+def test_work_queued_after_a_caller_left_does_not_wait_for_the_threads_next_wake(
     pair: Pair,
 ) -> None:
     """By itself it would wake every 20 ms: a tenth would be posted within 2 ms."""
@@ -176,7 +178,7 @@ def test_what_is_queued_after_a_caller_left_does_not_wait_until_the_thread_has_s
     assert happens_more_often(is_soon, 1 / 10)
 
 
-def test_a_flag_that_is_stored_right_after_a_caller_left_fires_soon(pair: Pair) -> None:
+def test_a_flag_stored_right_after_a_caller_left_fires_soon(pair: Pair) -> None:
     took_ns = []
     for tag in range(TRIES):
         group = Group(pair.near.fabric, TAG + 1, 1)
@@ -201,7 +203,7 @@ def test_a_fabric_is_closed_under_a_caller_that_runs_its_rounds() -> None:
         assert not waiting.ended()
 
 
-def test_a_child_of_fork_runs_no_rounds(pair: Pair) -> None:
+def test_a_forked_child_runs_no_rounds(pair: Pair) -> None:
     group = watched(pair, 0)
     child = os.fork()
     if not child:

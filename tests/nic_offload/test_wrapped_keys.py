@@ -27,7 +27,7 @@ def which(*rows: tuple[int, int]) -> bytes:
     return b"".join(struct.pack("=II", *row) for row in rows)
 
 
-def test_each_slot_is_judged_by_its_own_key_and_number() -> None:
+def test_each_slot_is_checked_with_its_own_key_and_number() -> None:
     slots = b"".join(slot(1000 + row, KEYS[row % 2]) for row in range(100))
     asked = which(*((row, 1000 + row) for row in range(100)))
     assert wrapped_keys.are_authentic(KEYS[0], STORE, slots, asked) == bytes([1, 0]) * 50
@@ -39,7 +39,7 @@ def test_each_slot_is_judged_by_its_own_key_and_number() -> None:
     assert wrapped_keys.are_authentic(KEYS[0], STORE, slots, b"") == b""
 
 
-def test_a_changed_bit_makes_that_slot_another_one() -> None:
+def test_a_changed_bit_damages_only_its_slot() -> None:
     good = slot(7, KEYS[0])
     for bit in range(0, 8 * 124, 5):
         changed = bytearray(good)
@@ -50,11 +50,11 @@ def test_a_changed_bit_makes_that_slot_another_one() -> None:
         assert wrapped_keys.are_authentic(KEYS[0], STORE, slots, asked) == bytes([1, 0, 1]), bit
 
 
-def test_zeros_are_no_whole_slot() -> None:
+def test_zeros_are_not_a_valid_slot() -> None:
     assert wrapped_keys.are_whole(bytes(256)) == bytes(2)
     assert wrapped_keys.are_whole(b"") == b""
 
 
-def test_a_slot_that_was_not_given_is_not_looked_at() -> None:
+def test_a_slot_that_was_not_passed_is_not_checked() -> None:
     with pytest.raises(AssertionError):
         wrapped_keys.are_authentic(KEYS[0], STORE, slot(0, KEYS[0]), which((1, 0)))

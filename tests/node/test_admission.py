@@ -21,7 +21,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_tenant_with_many_calls_has_one_begun_and_another_does_not_wait_for_them() -> None:
+def test_one_call_of_a_tenant_with_many_runs_at_a_time_and_another_tenant_does_not_wait() -> None:
     async def come() -> None:
         at = Entrance(lambda: 2)
         first = await at.enter("many")
@@ -45,7 +45,7 @@ def test_a_tenant_with_many_calls_has_one_begun_and_another_does_not_wait_for_th
     asyncio.run(come())
 
 
-def test_a_tenant_with_a_long_line_rests_between_two_calls_while_others_call() -> None:
+def test_a_tenant_with_a_long_queue_pauses_between_two_calls_while_others_call() -> None:
     async def come(other: str) -> float:
         at = Entrance(lambda: 2)
         (await at.enter(other)).over()
@@ -62,7 +62,7 @@ def test_a_tenant_with_a_long_line_rests_between_two_calls_while_others_call() -
     assert asyncio.run(come("many")) < RESTS * CALLS_REST_MS / 1000
 
 
-def test_a_call_that_took_long_leaves_as_much_time_to_others_while_they_call() -> None:
+def test_after_a_long_call_others_get_as_much_time_while_they_call() -> None:
     worked_s = 0.1  # long enough for a busy machine
 
     async def works() -> None:
@@ -84,7 +84,7 @@ def test_a_call_that_took_long_leaves_as_much_time_to_others_while_they_call() -
     assert asyncio.run(come("heavy")) < worked_s * CALLS_REST
 
 
-def test_where_there_is_one_tenant_several_calls_begin() -> None:
+def test_with_a_single_tenant_several_calls_run_at_once() -> None:
     async def come() -> None:
         at = Entrance(lambda: 1)
         async with asyncio.timeout(1):
@@ -99,7 +99,7 @@ def test_where_there_is_one_tenant_several_calls_begin() -> None:
     asyncio.run(come())
 
 
-def test_a_caller_that_leaves_while_it_waits_or_at_its_turn_delays_no_other() -> None:
+def test_a_caller_that_leaves_while_waiting_or_at_its_turn_delays_no_other() -> None:
     async def come() -> None:
         at = Entrance(lambda: 2)
         first = await at.enter("a")
@@ -118,7 +118,7 @@ def test_a_caller_that_leaves_while_it_waits_or_at_its_turn_delays_no_other() ->
     asyncio.run(come())
 
 
-def test_of_the_places_outside_a_tenant_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tenant_has_its_share_of_the_places_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "CALLS_OUTSIDE_MAX", 8)
 
     async def come() -> None:
@@ -136,7 +136,7 @@ def test_of_the_places_outside_a_tenant_has_its_share(monkeypatch: pytest.Monkey
     asyncio.run(come())
 
 
-def test_a_call_that_waits_for_something_else_than_the_thread_is_not_counted(
+def test_a_call_that_waits_for_something_other_than_the_thread_is_not_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission, "CALLS_BEGUN_LOOKS_MAX", 1 << 30)
@@ -173,7 +173,7 @@ def test_a_call_that_waits_for_something_else_than_the_thread_is_not_counted(
     asyncio.run(come())
 
 
-def test_an_end_from_outside_ends_a_call_inside() -> None:
+def test_an_external_cancellation_ends_an_admitted_call() -> None:
     async def come() -> None:
         seen: list[str] = []
 

@@ -39,8 +39,10 @@ def memory_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
 
 
-def test_an_endpoint_has_little_memory_for_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is ever sent. Once each client of `tcp;ofi_rxm` took 68 MiB, and all others waited for that."""
+def test_an_endpoint_allocates_little_memory_for_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sends none. Each client of `tcp;ofi_rxm` once took 68 MiB, and all others waited for the allocation."""
     monkeypatch.setenv(
         "FI_STARTS_FRESH", "1"
     )  # or the node is forked with the libfabric of `tests/warm_start.py`
@@ -68,7 +70,7 @@ def is_as_before(node: NodeInProcess) -> bool:
 def test_an_attach_that_fails_in_the_client_ends_at_the_node(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the node kept the connection, and its slots, until the client was closed."""
+    """The node once kept the connection and its slots until the client was closed."""
     rig = ClientWithBuffers(node)
     fabric = rig.client.fabric
 
@@ -85,7 +87,7 @@ def test_an_attach_that_fails_in_the_client_ends_at_the_node(
     rig.close()
 
 
-def test_an_attach_without_a_usable_address_leaves_nothing_in_the_node(
+def test_an_attach_without_a_usable_address_leaves_nothing_at_the_node(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Client(node.target, slots=1, block_bytes_max=4096) as client:
@@ -97,7 +99,7 @@ def test_an_attach_without_a_usable_address_leaves_nothing_in_the_node(
         client.attach()
 
 
-def test_an_attach_that_fails_half_way_leaves_nothing_in_the_node(
+def test_an_attach_that_fails_half_way_leaves_nothing_at_the_node(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
@@ -112,8 +114,8 @@ def test_an_attach_that_fails_half_way_leaves_nothing_in_the_node(
         client.attach()
 
 
-def test_words_that_begin_nowhere_are_refused_as_the_clients_error(node: NodeInProcess) -> None:
-    """Once that was an error of the node's own, of which the audit log has no line."""
+def test_an_invalid_address_of_ack_words_is_the_clients_error(node: NodeInProcess) -> None:
+    """It used to be an internal error of the node, for which the audit log has no line."""
     with grpc.insecure_channel(node.target) as channel:
         stub = KvStoreStub(channel)  # type: ignore[no-untyped-call]
         wanted = pb.AttachRequest(
@@ -132,10 +134,10 @@ def test_words_that_begin_nowhere_are_refused_as_the_clients_error(node: NodeInP
     wait_until(lambda: is_as_before(node), "nothing is left")
 
 
-def test_a_node_without_memory_for_a_client_says_that_it_is_overloaded(
+def test_a_node_without_memory_for_a_client_is_overloaded(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once that was said to be an error of the protocol."""
+    """It used to report a protocol error."""
     rig = ClientWithBuffers(node)
     with monkeypatch.context() as patched:
         patched.setattr(node_module, "set_aside", lambda _: allocate(MORE_THAN_THERE_IS))
@@ -153,7 +155,7 @@ def test_a_node_without_memory_for_a_client_says_that_it_is_overloaded(
     rig.close()
 
 
-def test_memory_comes_with_the_first_put_and_with_as_many_more_as_are_under_way(node: NodeInProcess) -> None:
+def test_memory_is_granted_with_the_first_put_and_grows_with_the_puts_in_flight(node: NodeInProcess) -> None:
     rig = ClientWithBuffers(node)
     rig.client.attach()
     seen = [node.call(lambda inside: inside.landing.total)]
@@ -167,8 +169,8 @@ def test_memory_comes_with_the_first_put_and_with_as_many_more_as_are_under_way(
     wait_until(lambda: is_as_before(node), "all of it is given back")
 
 
-def test_a_client_that_only_got_leaves_nothing_behind(node: NodeInProcess) -> None:
-    """Once to give back the landing memory that it never had was an error, and the rest of its end was not done."""
+def test_a_client_that_only_made_gets_leaves_nothing_behind(node: NodeInProcess) -> None:
+    """Returning landing memory that it never had was once an error, and the rest of its cleanup was skipped."""
     rig = ClientWithBuffers(node)
     assert not isinstance(rig.client.get([rig.wanted(rig.block(0, 1000))], timeout_s=WAIT_S)[0], Hit)
     (connection,) = node.call(lambda inside: list(inside.connections.values()))
@@ -178,12 +180,12 @@ def test_a_client_that_only_got_leaves_nothing_behind(node: NodeInProcess) -> No
     assert node.call(lambda _: connection._memory.closed)
 
 
-def test_memory_that_is_not_there_is_a_typed_error() -> None:
+def test_a_failed_allocation_is_a_typed_error() -> None:
     with pytest.raises(NoMemory, match="memory"):
         allocate(MORE_THAN_THERE_IS)
 
 
-def test_a_get_of_a_client_for_whom_there_is_no_memory_is_a_miss(
+def test_a_get_is_a_miss_if_there_is_no_memory_for_its_client(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = ClientWithBuffers(node)
@@ -195,7 +197,7 @@ def test_a_get_of_a_client_for_whom_there_is_no_memory_is_a_miss(
     rig.close()
 
 
-def test_a_tenant_puts_into_its_share_of_the_landing_memory_and_no_more(node: NodeInProcess) -> None:
+def test_a_tenant_uses_its_share_of_the_landing_memory_and_no_more(node: NodeInProcess) -> None:
     rig = ClientWithBuffers(node)
     rig.client.attach()
     slots = 8
@@ -212,8 +214,8 @@ def test_a_tenant_puts_into_its_share_of_the_landing_memory_and_no_more(node: No
     rig.close()
 
 
-def test_memory_for_the_watches_of_many_leases_is_freed_when_they_have_ended(node: NodeInProcess) -> None:
-    """As many as a tenant of two may have."""
+def test_memory_for_the_watches_of_many_leases_is_freed_with_the_leases(node: NodeInProcess) -> None:
+    """As many leases as a tenant may have when there are two."""
     rig = ClientWithBuffers(node)
     rig.client.attach()
     (connection,) = node.call(lambda inside: list(inside.connections.values()))

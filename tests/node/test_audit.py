@@ -18,10 +18,10 @@ from kvstore.node.audit import Audit
 from tests.node.in_process import NodeInProcess
 
 
-def test_a_line_that_was_cut_is_a_failure_and_takes_no_later_line_with_it(
+def test_a_truncated_line_is_a_failure_and_does_not_corrupt_the_next_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a file system that is almost full: the first bytes are written, and there is no error."""
+    """As on a nearly full file system: the first bytes are written, and there is no error."""
     path, write = tmp_path / "audit.jsonl", os.write
     log = Audit(SystemClock(), path)
     assert log.note("erase-domain", tenant="ada", peer="ipv4:10.0.0.7:1")
@@ -40,10 +40,10 @@ def test_a_line_that_was_cut_is_a_failure_and_takes_no_later_line_with_it(
     assert len(lines) == 5
 
 
-def test_a_failed_sync_is_told_to_all_whose_lines_it_may_have_lost(
+def test_a_failed_sync_is_reported_to_all_whose_lines_may_be_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system tells only one of them; a sync that comes later knows nothing of it."""
+    """The system reports it only once; a later sync knows nothing of it."""
 
     def fails(_: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -61,7 +61,7 @@ def test_a_failed_sync_is_told_to_all_whose_lines_it_may_have_lost(
         assert log.sync(log.lines)
 
 
-def test_the_name_of_a_log_is_on_the_drive_before_its_lines_are(
+def test_the_name_of_a_log_is_synced_before_its_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -78,7 +78,7 @@ def test_the_name_of_a_log_is_on_the_drive_before_its_lines_are(
     assert len(synced) == 2
 
 
-def test_a_receipt_is_given_when_its_line_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receipt_is_issued_once_its_line_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, sync, is_broken = tmp_path / "audit.jsonl", os.fsync, True
     synced: list[str] = []
 

@@ -85,10 +85,10 @@ def test_a_caller_without_credentials_is_refused_before_its_message_is_awaited(
         assert b"16" in answered(link, DOOR_FIRST_MESSAGE_MS / 2000)
 
 
-def test_a_call_with_too_much_metadata_is_refused_and_its_source_has_to_do_without(
+def test_a_call_with_too_much_metadata_is_refused_and_its_source_must_send_less(
     guarded: NodeProcess,
 ) -> None:
-    """A byte can name an entry of kilobytes: gRPC's own bound holds only for peers that keep to its settings."""
+    """One byte can refer to an entry of kilobytes: gRPC's own limit holds only for peers that respect its settings."""
     with h2.connected("127.0.0.1", int(guarded.target.rpartition(":")[2]), "127.0.0.7") as link:
         more = [("x", str(number)) for number in range(METADATA_MAX)]
         link.sendall(h2.headers(1, "/kvstore.v1.KvStore/Status", ("authorization", "Bearer acme"), *more))
@@ -96,7 +96,7 @@ def test_a_call_with_too_much_metadata_is_refused_and_its_source_has_to_do_witho
         assert h2.goes_away(link, 5.0)
 
 
-def test_calls_behind_one_with_too_much_metadata_are_dropped(tmp_path: Path) -> None:
+def test_calls_after_one_with_too_much_metadata_are_dropped(tmp_path: Path) -> None:
     """Each of them may be as costly, and gRPC has accepted hundreds before the connection is closed."""
     log = tmp_path / "audit.jsonl"
     arguments = ("--tenants", str(tmp_path / "tenants.toml"), "--audit", str(log))
@@ -122,8 +122,8 @@ def test_calls_behind_one_with_too_much_metadata_are_dropped(tmp_path: Path) -> 
         )
 
 
-def test_a_message_that_need_not_be_large_is_not_read_if_it_is(guarded: NodeProcess) -> None:
-    """Four million empty names fit into a message of gRPC's."""
+def test_an_oversized_message_of_a_small_call_is_not_read(guarded: NodeProcess) -> None:
+    """Four million empty names fit into one gRPC message."""
     many = blocks_pb2.ExistsRequest(blocks=[pb.BlockName()] * (MESSAGE_SMALL_BYTES_MAX // 2 + 1))
     with grpc.insecure_channel(guarded.target) as channel:
         exists = BlocksStub(channel).Exists  # type: ignore[no-untyped-call]
@@ -133,7 +133,7 @@ def test_a_message_that_need_not_be_large_is_not_read_if_it_is(guarded: NodeProc
     assert f"at most {MESSAGE_SMALL_BYTES_MAX} bytes" in str(refused.value.details())
 
 
-def test_a_stream_that_says_nothing_ends_in_its_time(guarded: NodeProcess) -> None:
+def test_a_silent_stream_ends_at_its_timeout(guarded: NodeProcess) -> None:
     def nothing() -> Iterator[Any]:
         time.sleep(WAIT_S)
         yield from ()
@@ -150,7 +150,7 @@ def test_a_stream_that_says_nothing_ends_in_its_time(guarded: NodeProcess) -> No
 
 
 def test_a_call_whose_first_answer_is_not_read_ends_with_its_status_and_counts_until_then() -> None:
-    """Its headers go first: gRPC can't send a status behind headers whose write was given up."""
+    """Its headers are sent first: gRPC can't send a status after headers whose write was abandoned."""
     clock = SystemClock()
     gate, timings = Gate(Tenants(bytes(16), clock), Audit(clock, None)), Timings(clock)
 
@@ -183,10 +183,10 @@ def test_a_call_whose_first_answer_is_not_read_ends_with_its_status_and_counts_u
     assert timings.calls_failed["Stand", "RESOURCE_EXHAUSTED"] == 1
 
 
-def test_a_caller_with_one_message_is_let_in_before_it_is_awaited_and_it_must_come_in_time(
+def test_a_unary_caller_is_admitted_before_its_message_which_must_arrive_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the doorkeeper sees of a connection until then it takes for a stranger's."""
+    """Until then the guard counts what the connection sends as a stranger's."""
     monkeypatch.setattr(authentication, "DOOR_FIRST_MESSAGE_MS", 700)
     clock = SystemClock()
     gate, timings = Gate(Tenants(bytes(16), clock), Audit(clock, None)), Timings(clock)
@@ -221,7 +221,7 @@ def test_a_caller_with_one_message_is_let_in_before_it_is_awaited_and_it_must_co
 def test_a_caller_that_reads_no_answers_is_reported_and_limited_to_its_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An answer stays in gRPC as long as its caller's connection does: hundreds of large ones were the node's end."""
+    """An answer stays in gRPC as long as its caller's connection: hundreds of large ones once exhausted the node."""
     monkeypatch.setattr(authentication, "INLINE_TIMEOUT_MS", 300)
     monkeypatch.setattr(authentication, "DOOR_ANSWERS_BYTES_MAX", 3 << 20)
     clock = SystemClock()
@@ -256,7 +256,7 @@ def test_a_caller_that_reads_no_answers_is_reported_and_limited_to_its_share(
 
 
 @pytest.mark.parametrize("path", ["Blocks/Exists", "Batches/GetBatch"])
-def test_a_message_that_cannot_be_read_is_the_callers_error(guarded: NodeProcess, path: str) -> None:
+def test_an_unreadable_message_is_the_callers_error(guarded: NodeProcess, path: str) -> None:
     host, _, port = guarded.target.rpartition(":")
     with h2.connected(host, int(port)) as link:
         token = ("authorization", "Bearer acme")
@@ -264,7 +264,7 @@ def test_a_message_that_cannot_be_read_is_the_callers_error(guarded: NodeProcess
         assert b"be read" in answered(link, WAIT_S)
 
 
-def test_a_tenant_has_no_more_calls_open_than_its_share(tmp_path: Path) -> None:
+def test_a_tenant_has_no_more_open_calls_than_its_share(tmp_path: Path) -> None:
     clock = FakeClock()
     tenants = Tenants(bytes(16), clock)
     (tmp_path / "t.toml").write_text(
@@ -292,7 +292,7 @@ def test_a_tenant_has_no_more_calls_open_than_its_share(tmp_path: Path) -> None:
     assert gate._open.total == 0
 
 
-def test_watchers_of_many_tenants_leave_each_tenant_its_own() -> None:
+def test_each_tenant_keeps_its_share_of_the_watchers() -> None:
     tenants = 64
     watchers = Watchers(FakeClock(), lambda: tenants)
     with ExitStack() as undo:

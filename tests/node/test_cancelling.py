@@ -13,26 +13,26 @@ def cancelled() -> Cancelled:
     return Cancelled()
 
 
-def test_a_fetch_that_has_come_by_grpc_is_not_taken_for_one_that_never_came(cancelled: Cancelled) -> None:
-    """Its word has been put, and may be somebody else's by now."""
+def test_a_fetch_that_arrived_over_grpc_is_not_taken_for_a_lost_one(cancelled: Cancelled) -> None:
+    """Its word was written, and may belong to another get by now."""
     assert [cancelled.take(one, called=True) for one in (5, 6)] == [Noted.NOT, Noted.NOT]
     assert cancelled.by_rpc([5, 7, 6]) == [7]
     assert cancelled.take(7, called=True) is Noted.TOLD
 
 
-def test_of_a_fetch_by_grpc_that_never_came_the_word_is_put_once(cancelled: Cancelled) -> None:
+def test_the_word_of_a_grpc_fetch_that_never_arrived_is_written_once(cancelled: Cancelled) -> None:
     assert cancelled.by_rpc([5]) == [5]
     assert cancelled.take(5, called=True) is Noted.TOLD
 
 
-def test_of_a_fetch_over_the_fabric_the_word_is_put_when_it_comes(cancelled: Cancelled) -> None:
+def test_the_word_of_a_fabric_fetch_is_written_when_the_fetch_arrives(cancelled: Cancelled) -> None:
     cancelled.over_fabric([5])
     assert cancelled.take(5, called=False) is Noted.UNTOLD
     assert cancelled.take(5, called=False) is Noted.NOT
 
 
-def test_a_cancelled_fetch_is_never_served_however_many_never_came(cancelled: Cancelled) -> None:
-    """The connection once ended when there were too many of them."""
+def test_a_cancelled_fetch_is_never_served_however_many_never_arrive(cancelled: Cancelled) -> None:
+    """The connection used to end when there were too many."""
     assert cancelled.by_rpc(range(10, 10 + 3 * ACK_WORDS)) == list(range(10, 10 + 3 * ACK_WORDS))
     assert len(cancelled._told) == ACK_WORDS
     assert cancelled.take(10, called=True) is Noted.TOLD

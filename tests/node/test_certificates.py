@@ -84,7 +84,7 @@ def is_taken_by_http(node: NodeProcess, made: Path) -> bool:
         raise
 
 
-def test_new_connections_get_the_new_certificate(tls_node: NodeProcess, pki: Path, tmp_path: Path) -> None:
+def test_new_connections_use_the_new_certificate(tls_node: NodeProcess, pki: Path, tmp_path: Path) -> None:
     one, two = pki / "one", pki / "two"
     with Client(tls_node.target, ca=one / "ca.pem") as early:
         early.attach()
@@ -116,7 +116,7 @@ def test_new_connections_get_the_new_certificate(tls_node: NodeProcess, pki: Pat
     ],
     ids=["no certificate", "no key", "no file", "another key", "too large"],
 )
-def test_a_bad_file_leaves_the_certificate_that_is_in_force(
+def test_an_invalid_file_leaves_the_current_certificate_in_place(
     tls_node: NodeProcess, pki: Path, tmp_path: Path, name: str, content: bytes | str | None, said: str
 ) -> None:
     if content is None:
@@ -130,7 +130,7 @@ def test_a_bad_file_leaves_the_certificate_that_is_in_force(
     assert is_taken_by_http(tls_node, pki / "one")
 
 
-def test_authorities_of_clients_are_read_again(pki: Path, tmp_path: Path) -> None:
+def test_authorities_of_clients_are_reloaded(pki: Path, tmp_path: Path) -> None:
     one, two = pki / "one", pki / "two"
     give(tmp_path, one)
     arguments = (*options(tmp_path), "--tls-clients", str(tmp_path / "ca.pem"))
@@ -145,7 +145,7 @@ def test_authorities_of_clients_are_read_again(pki: Path, tmp_path: Path) -> Non
         assert not is_taken(node, one)  # who has none
 
 
-def test_whether_there_is_tls_changes_at_a_start_only(pki: Path, tmp_path: Path) -> None:
+def test_tls_is_switched_on_or_off_only_at_a_start(pki: Path, tmp_path: Path) -> None:
     give(tmp_path, pki / "one")
     paths = f'tls_cert = "{tmp_path}/node.pem"\ntls_key = "{tmp_path}/node.key"\n'
     file = tmp_path / "node.toml"

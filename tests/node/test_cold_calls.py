@@ -129,7 +129,7 @@ def plain(tmp_path: Path) -> Iterator[Cold]:
         one.client.close()
 
 
-def test_blocks_come_from_the_drive_with_no_call_of_python_and_are_hot_afterwards(cold: Cold) -> None:
+def test_blocks_are_read_from_the_drive_without_python_and_are_hot_afterwards(cold: Cold) -> None:
     first, *keys = cold.blocks
     warmed(cold, first)
     for some in ([keys[0]], keys[1:30], keys[20:]):  # the last ones are hot in part
@@ -145,7 +145,7 @@ def test_blocks_come_from_the_drive_with_no_call_of_python_and_are_hot_afterward
     assert cold.client.statistics().hits_drive == counted.hits_drive, "they are in memory now"
 
 
-def test_a_look_up_says_that_the_drive_had_them_and_how_long_it_took(plain: Cold) -> None:
+def test_a_look_up_records_that_the_blocks_were_on_the_drive_and_the_time_it_took(plain: Cold) -> None:
     first, *keys = plain.blocks
     warmed(plain, first)
     plain.get(first, *keys)
@@ -155,7 +155,7 @@ def test_a_look_up_says_that_the_drive_had_them_and_how_long_it_took(plain: Cold
     assert lookup.size_bytes == 8 * LENGTH
 
 
-def test_newer_blocks_that_left_memory_are_found_on_the_drive(plain: Cold) -> None:
+def test_newer_blocks_that_were_evicted_from_memory_are_found_on_the_drive(plain: Cold) -> None:
     warmed(plain, next(iter(plain.blocks)))
     new = stored(plain.node, range(100, 104))
     plain.blocks |= new
@@ -169,7 +169,7 @@ def test_newer_blocks_that_left_memory_are_found_on_the_drive(plain: Cold) -> No
     assert plain.come_to_python() == 1
 
 
-def test_a_deleted_block_is_a_miss_and_what_is_put_in_its_place_comes(plain: Cold) -> None:
+def test_a_deleted_block_is_a_miss_and_its_replacement_is_served(plain: Cold) -> None:
     first, gone, *_ = plain.blocks
     warmed(plain, first)
     plain.client.delete([gone])
@@ -181,7 +181,7 @@ def test_a_deleted_block_is_a_miss_and_what_is_put_in_its_place_comes(plain: Col
     assert plain.get(gone) == [Hit(gone)]
 
 
-def test_blocks_that_expire_are_python_s_and_are_over_in_time(plain: Cold) -> None:
+def test_expiring_blocks_are_served_by_python_and_expire_in_time(plain: Cold) -> None:
     warmed(plain, next(iter(plain.blocks)))
     soon = int(time.time() * 1000) + 1500
     new = stored(plain.node, range(100, 102), expires_unix_ms=soon)
@@ -194,7 +194,7 @@ def test_blocks_that_expire_are_python_s_and_are_over_in_time(plain: Cold) -> No
 
 
 @pytest.mark.parametrize("where", ["header", "payload"])
-def test_a_damaged_block_is_a_miss_and_no_other_is(tmp_path: Path, plain: Cold, where: str) -> None:
+def test_only_a_damaged_block_is_a_miss(tmp_path: Path, plain: Cold, where: str) -> None:
     first, bad, *rest = plain.blocks
     warmed(plain, first)
 
@@ -261,7 +261,7 @@ def test_a_late_read_is_cancelled_and_its_memory_returns_to_the_caller(plain: Co
     os.close(into)
 
 
-def test_a_client_that_goes_while_its_blocks_are_read_leaves_their_rooms_to_the_drive(plain: Cold) -> None:
+def test_memory_for_blocks_being_read_for_a_closed_client_stays_with_the_drive(plain: Cold) -> None:
     first, late, *_ = plain.blocks
     warmed(plain, first)
     into = slow_drive(plain)
@@ -293,7 +293,7 @@ def test_an_idle_node_has_all_its_memory_for_blocks(plain: Cold) -> None:
     assert plain.node.call(idle) == 0
 
 
-def test_a_tenant_with_a_rate_limit_is_python_s(plain: Cold) -> None:
+def test_a_tenant_with_a_rate_limit_is_served_by_python(plain: Cold) -> None:
     first, *keys = plain.blocks
     warmed(plain, first)
 
@@ -306,7 +306,7 @@ def test_a_tenant_with_a_rate_limit_is_python_s(plain: Cold) -> None:
     assert plain.come_to_python() == len(plain.blocks)
 
 
-def test_a_fetch_queue_that_is_full_is_said_of_what_the_core_could_not_send(
+def test_a_full_fetch_queue_is_reported_for_blocks_that_the_core_could_not_send(
     plain: Cold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, bad, *_ = plain.blocks
@@ -324,8 +324,8 @@ def test_a_fetch_queue_that_is_full_is_said_of_what_the_core_could_not_send(
     assert miss.reason is MissReason.BUSY
 
 
-def test_blocks_are_exact_while_others_delete_and_write_them_anew(tmp_path: Path) -> None:
-    """On a drive so full that places are written anew all the time, what comes is all of what one put had."""
+def test_blocks_are_exact_while_others_delete_and_rewrite_them(tmp_path: Path) -> None:
+    """On a drive so full that space is reused all the time, the bytes returned are all from one put."""
     capacity = DRIVE_CAPACITY_BYTES_MIN
     keys = [bytes([number]) * 32 for number in range(24)]
     rest = [b"r" * 28 + number.to_bytes(4) for number in range(capacity // LENGTH)]

@@ -132,7 +132,7 @@ def state(node: NodeInProcess) -> tuple[int, int, int, int]:
     return found
 
 
-def test_blocks_handed_over_arrive_while_the_nodes_python_is_stopped(
+def test_blocks_handed_to_the_reader_arrive_while_the_nodes_python_is_stopped(
     node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(3)]
@@ -157,7 +157,7 @@ def test_blocks_handed_over_arrive_while_the_nodes_python_is_stopped(
     assert node.call(lambda inside: len(inside.hot.shelf)) == 3, "they can be had from memory now"
 
 
-def test_a_get_that_was_given_up_gets_nothing_and_its_memory_is_held_until_the_drive_is_done(
+def test_an_abandoned_get_receives_nothing_and_its_memory_is_kept_until_the_drive_is_done(
     node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     block = rig.block(0, LENGTH)
@@ -179,7 +179,7 @@ def test_a_get_that_was_given_up_gets_nothing_and_its_memory_is_held_until_the_d
     assert node.call(lambda inside: inside.hot.pages.statistics().kept) == 0
 
 
-def test_a_client_that_goes_leaves_its_memory_to_the_drive_until_that_is_done(
+def test_memory_of_a_closed_client_is_kept_until_the_drive_is_done_with_it(
     node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     block = rig.block(0, LENGTH)
@@ -198,7 +198,7 @@ def test_a_client_that_goes_leaves_its_memory_to_the_drive_until_that_is_done(
     assert untouched(rig)
 
 
-def test_a_block_deleted_while_it_is_read_is_not_kept_and_its_pages_are_not_reused_before(
+def test_a_block_deleted_while_it_is_read_is_not_cached_and_its_pages_are_not_reused_before(
     node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     block = rig.block(0, LENGTH)
@@ -227,10 +227,10 @@ def test_a_block_deleted_while_it_is_read_is_not_kept_and_its_pages_are_not_reus
 
 
 @pytest.mark.parametrize("damage", ["another record", "a short read"])
-def test_the_store_searches_for_a_block_that_a_reader_does_not_find(
+def test_the_store_looks_up_a_block_that_a_reader_does_not_find(
     node: NodeInProcess, rig: ClientWithBuffers, held: Held, damage: str
 ) -> None:
-    """Here it is all right on the drive: only the reader was told something else."""
+    """The block on the drive is intact; only the reader was given a wrong place."""
     block, other = rig.block(0, LENGTH), rig.block(1, LENGTH)
     put(rig, [block, other])
     getting = Getting(rig, [block])
@@ -242,7 +242,7 @@ def test_the_store_searches_for_a_block_that_a_reader_does_not_find(
     wait_until(lambda: state(node) == (0, 0, 0, 0), "all is given back")
 
 
-def test_a_payload_that_is_not_what_was_written_is_missed_and_forgotten(
+def test_a_payload_that_differs_from_the_written_one_is_a_miss_and_forgotten(
     node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     block = rig.block(0, LENGTH)
@@ -261,7 +261,7 @@ def test_a_payload_that_is_not_what_was_written_is_missed_and_forgotten(
     assert rig.client.status().corrupt_found == 1
 
 
-def test_of_what_is_read_together_only_the_damaged_one_is_missed(
+def test_of_blocks_read_together_only_the_damaged_one_is_a_miss(
     node: NodeInProcess, rig: ClientWithBuffers, held: Held
 ) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(3)]
@@ -280,7 +280,7 @@ def test_of_what_is_read_together_only_the_damaged_one_is_missed(
     assert node.call(lambda inside: inside.counters.hits_drive) == 2
 
 
-def test_the_store_reads_blocks_that_the_fabric_does_not_take(
+def test_the_store_reads_blocks_that_the_fabric_does_not_accept(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(2)]
@@ -300,10 +300,10 @@ def test_the_store_reads_blocks_that_the_fabric_does_not_take(
     wait_until(lambda: state(node) == (0, 0, 0, 0), "all is given back")
 
 
-def test_without_a_reader_what_was_given_up_is_not_sent_either(
+def test_without_a_reader_an_abandoned_get_is_not_sent_either(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
-    """As on a drive that may have no further ring."""
+    """As on a drive that may not have another ring."""
     block = rig.block(0, LENGTH)
     put(rig, [block])
     node.call(lambda inside: inside.fetches.readers._of.clear())
@@ -317,7 +317,7 @@ def test_without_a_reader_what_was_given_up_is_not_sent_either(
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
 
 
-def test_without_a_reader_nothing_is_sent_to_a_client_that_has_gone(
+def test_without_a_reader_nothing_is_sent_to_a_closed_client(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     block = rig.block(0, LENGTH)

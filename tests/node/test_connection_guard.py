@@ -93,7 +93,7 @@ def peer(link: socket.socket) -> str:
     return f"ipv4:{host}:{port}"
 
 
-def test_a_connection_over_which_nothing_was_let_in_ends_in_its_time_and_one_that_was_stays(
+def test_a_connection_without_an_admitted_call_times_out_and_one_with_a_call_stays(
     door: Door,
 ) -> None:
     silent, honest = door.come(), door.come()
@@ -108,8 +108,8 @@ def test_a_connection_over_which_nothing_was_let_in_ends_in_its_time_and_one_tha
     assert [(source, count) for source, _, count in door.told] == [(HERE, 1)]
 
 
-def test_a_look_bears_that_calls_are_let_in_meanwhile(door: Door) -> None:
-    """Another thread may have its turn when the collector runs; once such a look was given up, and barred nobody."""
+def test_a_check_tolerates_calls_admitted_during_it(door: Door) -> None:
+    """Another thread may run when the collector does; such a check was once abandoned, and barred nobody."""
     ports = count(1)
 
     def let_in(*_: object) -> None:
@@ -128,8 +128,8 @@ def test_a_look_bears_that_calls_are_let_in_meanwhile(door: Door) -> None:
         gc.callbacks.remove(let_in)
 
 
-def test_nothing_is_remembered_of_requests_of_http(door: Door) -> None:
-    """Each has a peer of its own: thousands a second would be looked through at each look."""
+def test_http_requests_are_not_remembered(door: Door) -> None:
+    """Each has a peer of its own: thousands a second would be examined at each check."""
     door.keeper.proved(f"http:{HERE}:5")
     assert not door.keeper._proved
     assert not door.keeper._brought
@@ -175,7 +175,7 @@ def test_a_caller_that_ignores_overloaded_is_disconnected_and_its_source_barred_
     assert door.keeper.barred() == [THERE]
 
 
-def test_of_a_crowd_of_one_source_the_oldest_go_and_other_sources_stay(door: Door) -> None:
+def test_the_oldest_of_many_connections_of_one_source_are_closed_and_other_sources_stay(door: Door) -> None:
     other = door.come(HERE)
     crowd = []
     for _ in range(DOOR_UNPROVED_OF_SOURCE_MAX + 3):
@@ -185,7 +185,7 @@ def test_of_a_crowd_of_one_source_the_oldest_go_and_other_sources_stay(door: Doo
     assert stays(other)
 
 
-def test_a_caller_that_sends_much_without_a_token_is_disconnected_soon(door: Door) -> None:
+def test_a_caller_that_sends_much_without_a_token_is_soon_disconnected(door: Door) -> None:
     def loud_one() -> socket.socket:
         link = door.come()
         for _ in range(DOOR_UNPROVED_BYTES_MAX // 1024 + 1):
@@ -205,8 +205,8 @@ def test_a_caller_that_sends_much_without_a_token_is_disconnected_soon(door: Doo
     assert stays(late)
 
 
-def test_new_connections_that_bring_much_at_once_count_as_several(door: Door) -> None:
-    """Whoever resets thousands of calls and goes is seen seldom."""
+def test_new_connections_that_send_much_at_once_count_as_several(door: Door) -> None:
+    """A source that resets thousands of calls and leaves is seldom seen."""
 
     def bring_much(host: str, *, is_proved: bool) -> None:
         link = door.come(host)
@@ -260,7 +260,7 @@ def test_a_flood_outside_of_calls_is_disconnected_and_its_source_barred(
     assert door.keeper.barred() == [HERE]
 
 
-def test_a_message_that_is_coming_counts_only_until_it_was_read(
+def test_an_incoming_message_counts_only_until_it_is_read(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size_bytes = 64 << 10
@@ -279,7 +279,7 @@ def test_a_message_that_is_coming_counts_only_until_it_was_read(
     assert stays(link)
 
 
-def test_a_peer_that_comes_from_a_port_again_is_let_in_again(door: Door) -> None:
+def test_a_peer_that_reuses_a_port_is_admitted_again(door: Door) -> None:
     with socket.socket() as link:
         link.bind((HERE, 0))
         door.keeper.proved(peer(link))  # over a connection that has gone
@@ -307,7 +307,7 @@ def test_only_a_source_that_connects_too_often_is_barred_by_the_kernel_for_a_tim
     door.come(THERE)
 
 
-def test_calls_that_are_refused_are_knocks(door: Door) -> None:
+def test_refused_calls_count_as_attempts(door: Door) -> None:
     link = door.come(THERE)
     for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX + 1):
         door.keeper.refused(peer(link))
@@ -318,7 +318,7 @@ def test_calls_that_are_refused_are_knocks(door: Door) -> None:
     assert not stays(link)
 
 
-def test_calls_of_a_connection_that_was_closed_count_as_such_until_its_port_is_used_again(door: Door) -> None:
+def test_calls_of_a_closed_connection_count_as_its_own_until_the_port_is_reused(door: Door) -> None:
     """More of them had been accepted than the one that closed it."""
 
     def has_closed(name: str) -> bool:
@@ -378,7 +378,7 @@ class Endpoint:
         return True
 
 
-def test_at_an_endpoint_only_its_client_connects(door: Door) -> None:
+def test_only_its_client_connects_to_an_endpoint(door: Door) -> None:
     with ExitStack() as undo:
         endpoint = Endpoint(door, undo)
         assert not endpoint.is_open_to(THERE), "it is not even let in for a moment"
@@ -392,7 +392,7 @@ def test_at_an_endpoint_only_its_client_connects(door: Door) -> None:
         assert several.is_open_to(THERE)
 
 
-def test_at_an_endpoint_whoever_came_before_its_filter_is_disconnected(door: Door) -> None:
+def test_a_peer_that_connected_to_an_endpoint_before_its_filter_is_disconnected(door: Door) -> None:
     with ExitStack() as undo, socket.create_server((HERE, 0)) as listener:
         undo.enter_context(socket.create_connection(listener.getsockname(), 5.0, (THERE, 0)))
         foreign = undo.enter_context(listener.accept()[0])
@@ -402,7 +402,7 @@ def test_at_an_endpoint_whoever_came_before_its_filter_is_disconnected(door: Doo
         assert source_of(ip_address(THERE)) in {source for source, _, _ in door.told}
 
 
-def test_once_its_client_is_there_an_endpoint_is_open_to_nobody_until_the_client_has_gone(door: Door) -> None:
+def test_an_endpoint_in_use_admits_nobody_else_until_its_client_has_left(door: Door) -> None:
     with ExitStack() as undo:
         endpoint, other = Endpoint(door, undo, shuts=True), Endpoint(door, undo, shuts=True)
         client = endpoint.come(HERE)
@@ -444,7 +444,7 @@ def passes(program: bytes, text: str) -> bool:
 
 
 @pytest.mark.parametrize("many", [1, 200])
-def test_a_filter_refuses_the_sources_that_are_barred_and_no_others(many: int) -> None:
+def test_a_filter_refuses_exactly_the_barred_sources(many: int) -> None:
     program = refusing(
         [f"10.0.{at >> 8}.{at & 255}" for at in range(many)]
         + [f"2001:db8:0:{at:x}::/64" for at in range(many)]
@@ -457,7 +457,7 @@ def test_a_filter_refuses_the_sources_that_are_barred_and_no_others(many: int) -
     assert passes(program, "2001:db9::1")
 
 
-def test_the_longest_list_of_barred_sources_is_a_filter_that_the_kernel_takes() -> None:
+def test_the_kernel_accepts_a_filter_of_the_maximum_number_of_barred_sources() -> None:
     assert len(refusing(f"2001:db8:{at:x}::/64" for at in range(DOOR_BARRED_SOURCES_MAX))) <= 4096 * 8
 
 
@@ -488,7 +488,7 @@ def test_a_filter_admits_a_client_and_the_networks_of_several_and_nobody_else(
     assert passes(admitting(ip_address(client), [ip_network("0.0.0.0/0"), ip_network("::/0")]), others[0])
 
 
-def test_a_source_is_an_address_or_the_network_that_an_address_of_ipv6_is_from() -> None:
+def test_a_source_is_an_ipv4_address_or_an_ipv6_network() -> None:
     assert source_of(ip_address("10.1.2.3")) == "10.1.2.3"
     assert source_of(ip_address("2001:db8:1:2:3::4")) == "2001:db8:1:2::/64"
 

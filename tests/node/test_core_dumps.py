@@ -28,7 +28,7 @@ def flags_at(address: int) -> set[str]:
     raise AssertionError(f"nothing is at {address:x}")
 
 
-def test_memory_for_blocks_is_in_no_dump() -> None:
+def test_memory_for_blocks_is_in_no_core_dump() -> None:
     with allocate(MIB) as whole, set_aside(4 * MIB) as part, undumped(MIB) as records:
         assert "dd" in flags_at(ctypes.addressof(ctypes.c_char.from_buffer(records)))
         populate(part, MIB, MIB)
@@ -38,7 +38,7 @@ def test_memory_for_blocks_is_in_no_dump() -> None:
         assert "dd" not in flags_at(starts[1])
 
 
-def test_a_process_that_is_kept_out_of_dumps_says_so() -> None:
+def test_a_process_excluded_from_core_dumps_says_so() -> None:
     code = (
         "import ctypes, resource; from kvstore.node.core_dumps import keep_out_of_dumps; keep_out_of_dumps();"
         "print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0), resource.getrlimit(resource.RLIMIT_CORE))"
@@ -49,6 +49,6 @@ def test_a_process_that_is_kept_out_of_dumps_says_so() -> None:
     assert ran.stdout.split(maxsplit=1) == ["0", "(0, 0)\n"]
 
 
-def test_a_node_keeps_itself_out(node: NodeProcess) -> None:
+def test_a_node_excludes_itself_from_core_dumps(node: NodeProcess) -> None:
     limits = Path(f"/proc/{node.pid}/limits").read_text()
     assert re.search(r"Max core file size +0 +0 ", limits)

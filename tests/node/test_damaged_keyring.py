@@ -51,7 +51,7 @@ def write(path: Path, rows: dict[int, bytes]) -> None:
             file.write(row)
 
 
-def test_swapped_slots_cost_nobody_but_the_erased_user(tmp_path: Path) -> None:
+def test_swapped_slots_affect_only_the_erased_user(tmp_path: Path) -> None:
     path = tmp_path / "data" / "keyring"
     with node_of(tmp_path, encrypted=True) as node:
         with Client(node.target) as client:
@@ -152,7 +152,7 @@ def test_a_damaged_slot_is_named_by_receipts_commands_and_lists_of_sessions(
             assert (erased.blocks, erased.sessions) == (1, 2), "a session without a label goes as well"
 
 
-def test_the_blocks_of_an_erased_user_go_though_their_slot_was_damaged(tmp_path: Path) -> None:
+def test_blocks_of_an_erased_user_are_removed_even_if_their_slot_was_damaged(tmp_path: Path) -> None:
     path = tmp_path / "data" / "keyring"
     with node_of(tmp_path, encrypted=True) as node:
         with Client(node.target) as client:
@@ -172,7 +172,7 @@ def test_the_blocks_of_an_erased_user_go_though_their_slot_was_damaged(tmp_path:
             assert got(client, "bob") == PAYLOAD
 
 
-def test_an_erasure_finds_the_blocks_of_a_slot_that_is_lost_and_spares_those_of_others(
+def test_an_erasure_finds_the_blocks_of_a_lost_slot_and_spares_those_of_others(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "data" / "keyring"
@@ -201,7 +201,7 @@ def test_an_erasure_finds_the_blocks_of_a_slot_that_is_lost_and_spares_those_of_
             assert got(client, "ada") == MissReason.UNKNOWN
 
 
-def test_others_than_observers_are_told_of_no_keys(tmp_path: Path) -> None:
+def test_only_observers_see_keys(tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(
         "\n".join(
@@ -223,7 +223,7 @@ def test_others_than_observers_are_told_of_no_keys(tmp_path: Path) -> None:
         node.stop()
 
 
-def test_a_damaged_tenants_key_stops_no_put(tmp_path: Path) -> None:
+def test_a_damaged_tenant_key_stops_no_put(tmp_path: Path) -> None:
     path = tmp_path / "data" / "keyring"
     with node_of(tmp_path, encrypted=True) as node:
         with Client(node.target) as client:
@@ -247,7 +247,7 @@ def test_a_damaged_tenants_key_stops_no_put(tmp_path: Path) -> None:
             assert got(client, "ada") == PAYLOAD
 
 
-def test_people_see_whether_a_node_encrypts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_users_can_see_whether_a_node_encrypts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for encrypted, line in (
         (False, "off: stored data is in the clear"),
         (True, "on, 4 keys, sealed with"),

@@ -20,7 +20,7 @@ class Clock(SystemClock):
         return self.now_ms * 1_000_000
 
 
-def test_a_copy_that_was_read_before_a_deletion_is_refused_and_one_from_long_after_is_not() -> None:
+def test_a_copy_read_before_a_deletion_is_refused_and_one_read_long_after_is_not() -> None:
     clock = Clock()
     deletions = Deletions(clock)
     clock.now_ms += HOUR_MS
@@ -34,7 +34,7 @@ def test_a_copy_that_was_read_before_a_deletion_is_refused_and_one_from_long_aft
     assert deletions.may_be_since(NAME, 1000), "it was read earlier"
 
 
-def test_a_copy_that_was_read_before_the_node_began_is_refused() -> None:
+def test_a_copy_read_before_the_node_started_is_refused() -> None:
     clock = Clock()
     deletions = Deletions(clock)
     assert deletions.may_be_since(NAME, 1)

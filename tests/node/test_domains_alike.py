@@ -171,7 +171,7 @@ def test_an_unknown_block_costs_the_same_whatever_other_domains_have(
 
 
 def test_a_put_costs_the_same_whatever_other_domains_have(world: World) -> None:
-    """No block is shared between domains, so none is found to be there already."""
+    """No block is shared between domains, so none is found to be stored already."""
     for number in range(TIMES):
         blocks = [(in_domain(block_key(b"twice", number.to_bytes(4)), BOB), bytes(SIZE))]
         assert [one.error for one in world.client.put_many_inline(blocks, domain=BOB)] == [None]

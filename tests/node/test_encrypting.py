@@ -38,10 +38,10 @@ def status(data: Path) -> dict[str, Any]:
     return said
 
 
-def test_an_erasure_takes_labels_though_nothing_is_encrypted_yet(
+def test_an_erasure_removes_labels_even_if_nothing_is_encrypted_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index has had them in the clear until the node was given its master key."""
+    """The index has them in the clear until the node gets its master key."""
     monkeypatch.setattr(Encrypting, "step", lambda _: None)
     data, other = tmp_path / "data", "what bob calls his"
     new_master_file(tmp_path / "master.key")
@@ -73,7 +73,7 @@ def clear_bytes(data: Path) -> int:
         return node.clear[0][0]
 
 
-def test_a_plain_drive_is_encrypted_under_load_and_over_kills(tmp_path: Path) -> None:
+def test_a_plain_drive_is_encrypted_under_load_and_across_kills(tmp_path: Path) -> None:
     data = tmp_path / "data"
     node = NodeProcess(data, capacity="64MiB")
     try:

@@ -66,7 +66,7 @@ def restart(node: NodeProcess) -> None:
     node.start()
 
 
-def test_blocks_of_an_erased_domain_are_said_to_be_erased_after_a_restart_too(tmp_path: Path) -> None:
+def test_blocks_of_an_erased_domain_are_reported_as_erased_after_a_restart(tmp_path: Path) -> None:
     with node_of(tmp_path, encrypted=True) as node:
         with Client(node.target) as client:
             for user in (ADA, GRACE, ""):

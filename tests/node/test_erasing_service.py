@@ -81,7 +81,7 @@ def files_with(folder: Path, mark: bytes) -> list[str]:
 
 
 @pytest.mark.parametrize("encrypted", [True, False])
-def test_an_erased_user_is_gone_from_memory_drive_and_after_restarts(
+def test_blocks_of_an_erased_user_are_in_neither_memory_nor_drive_also_after_restarts(
     tmp_path: Path, *, encrypted: bool
 ) -> None:
     with node_of(tmp_path, encrypted=encrypted) as node:
@@ -141,7 +141,7 @@ def test_an_erased_tenant_leaves_no_byte_on_the_drive(tmp_path: Path, *, encrypt
         assert got(client, "ada") == WHOLE
 
 
-def test_an_erased_user_leaves_no_name_of_a_session_on_the_drive(tmp_path: Path) -> None:
+def test_an_erased_user_leaves_no_session_name_on_the_drive(tmp_path: Path) -> None:
     about = "-- what this conversation was about --"
     with node_of(tmp_path, encrypted=False) as node, Client(node.target) as client:
         put(client, "ada")
@@ -152,7 +152,7 @@ def test_an_erased_user_leaves_no_name_of_a_session_on_the_drive(tmp_path: Path)
         assert about.encode() not in drive.read_bytes()
 
 
-def test_an_old_index_brings_nothing_of_an_erased_user_back(tmp_path: Path) -> None:
+def test_an_old_index_restores_nothing_of_an_erased_user(tmp_path: Path) -> None:
     with node_of(tmp_path, encrypted=True) as node:
         with Client(node.target) as client:
             put(client, "ada")
@@ -171,7 +171,7 @@ def test_an_old_index_brings_nothing_of_an_erased_user_back(tmp_path: Path) -> N
             assert got(client, "ada") == [MissReason.ERASED] * COUNT, "though the index says where they were"
 
 
-def test_without_its_master_key_or_with_another_a_node_says_so_and_changes_nothing(tmp_path: Path) -> None:
+def test_with_a_missing_or_wrong_master_key_a_node_reports_it_and_changes_nothing(tmp_path: Path) -> None:
     with node_of(tmp_path, encrypted=True) as node, Client(node.target) as client:
         put(client, "ada")
     (tmp_path / "other.key").write_bytes(os.urandom(32))
@@ -204,7 +204,7 @@ def test_without_its_master_key_or_with_another_a_node_says_so_and_changes_nothi
 
 
 def test_blocks_are_erased_before_the_session_by_which_they_are_found(tmp_path: Path) -> None:
-    """Else an erasure that dies in between, and is repeated, leaves them."""
+    """Otherwise an erasure that dies in between, and is repeated, leaves them."""
     left: list[int] = []
     with NodeInProcess(tmp_path / "data") as node, Client(node.target) as client:
         put(client, "ada")
@@ -224,7 +224,7 @@ def test_blocks_are_erased_before_the_session_by_which_they_are_found(tmp_path: 
     assert left == [0]
 
 
-def test_a_user_has_a_name(tmp_path: Path) -> None:
+def test_erasing_needs_the_name_of_a_user(tmp_path: Path) -> None:
     with (
         node_of(tmp_path, encrypted=False) as node,
         Client(node.target) as client,
@@ -233,8 +233,8 @@ def test_a_user_has_a_name(tmp_path: Path) -> None:
         client.erase_user("")
 
 
-def test_a_key_that_is_in_two_slots_is_destroyed_in_both(tmp_path: Path) -> None:
-    """A slot was damaged, its user got another key, and then it was as before again."""
+def test_a_key_in_two_slots_is_destroyed_in_both(tmp_path: Path) -> None:
+    """A slot was damaged, its user got another key, and then the first was readable again."""
     ada = domain_of("ada")
     keys = [in_domain(block_key(bytes([number])), ada) for number in range(2)]
     path = tmp_path / "data" / "keyring"
@@ -289,10 +289,10 @@ def test_the_command_erases_a_whole_tenant(tmp_path: Path) -> None:
             assert isinstance(client.get_inline(key, 3200), Miss)
 
 
-def test_the_command_says_how_as_the_receipt_and_the_audit_log_do(
+def test_the_command_the_receipt_and_the_audit_log_report_the_same_method(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a node that encrypts, one that doesn't, and for somebody who has nothing."""
+    """On a node that encrypts, on one that doesn't, and for a user without data."""
     key = tmp_path / "master.key"
     new_master_file(key)
     for arguments, expected in (([], "overwritten"), (["--master-key", f"file:{key}"], BOTH)):

@@ -96,9 +96,7 @@ def wait_for(load: Load, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("drives", [1, 2])
-def test_a_user_who_is_erased_under_load_is_gone_from_then_on_and_others_stay(
-    tmp_path: Path, drives: int
-) -> None:
+def test_a_user_erased_under_load_stays_erased_and_others_are_unaffected(tmp_path: Path, drives: int) -> None:
     more = [] if drives == 1 else ["--drive", f"{tmp_path}/second.kv:64MiB"]
     with node_of(tmp_path, encrypted=True) as node:
         node.stop()
@@ -135,8 +133,8 @@ def test_a_user_who_is_erased_under_load_is_gone_from_then_on_and_others_stay(
             assert files_with(tmp_path, word) == []
 
 
-def test_two_nodes_with_one_master_key_share_no_key_and_an_erasure_is_one_nodes(tmp_path: Path) -> None:
-    """The same blocks of the same user: nothing of one node's files opens at the other, or is like it."""
+def test_two_nodes_with_one_master_key_share_no_key_and_an_erasure_affects_one_node(tmp_path: Path) -> None:
+    """The same blocks of the same user: no file of one node opens at the other, or resembles its file."""
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
@@ -169,7 +167,7 @@ def encrypted_pages(folder: Path) -> set[bytes]:
     return pages - {bytes(4096)}
 
 
-def test_none_of_several_erasures_at_once_is_answered_before_all_is_gone(
+def test_concurrent_erasures_are_acknowledged_only_once_everything_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, over = threading.Event(), threading.Event()
@@ -199,7 +197,7 @@ def made_opener(folder: Path) -> OpenKeys | None:
     return keys_opener(folder / "data", f"file:{path}")
 
 
-def test_a_receipt_counts_what_a_client_asks_for_in_the_middle_of_the_erasure(
+def test_a_receipt_counts_what_a_client_requests_during_the_erasure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     domain = domain_of(ADA)
@@ -229,10 +227,10 @@ def test_a_receipt_counts_what_a_client_asks_for_in_the_middle_of_the_erasure(
         assert len(missed) == COUNT // 2
 
 
-def test_a_block_that_a_session_names_in_the_middle_of_the_erasure_goes_before_the_session(
+def test_a_block_that_a_session_names_during_the_erasure_is_removed_before_the_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or nobody would find it if the node died in between; on a node without keys, that names no domain."""
+    """Otherwise nobody would find it if the node died in between, on a node without keys, which names no domain."""
     keys = [block_key(b"named meanwhile", bytes([number])) for number in range(3)]
     held, over = threading.Event(), threading.Event()
     only_in, stored = _Erasure._only_in, []
@@ -267,8 +265,8 @@ def test_a_block_that_a_session_names_in_the_middle_of_the_erasure_goes_before_t
         assert stored == [[None] * len(keys)]
 
 
-def test_on_a_failed_drive_an_erasure_fails_and_yet_nothing_of_it_is_served_any_more(tmp_path: Path) -> None:
-    """Neither from memory nor from the drive, and others' blocks are."""
+def test_an_erasure_on_a_failed_drive_fails_and_still_nothing_of_it_is_served(tmp_path: Path) -> None:
+    """Neither from memory nor from the drive; blocks of others are."""
     keys = {
         user: [in_domain(block_key(b"failed", bytes([number])), domain_of(user)) for number in range(COUNT)]
         for user in (ADA, BOB)
@@ -303,8 +301,8 @@ def test_on_a_failed_drive_an_erasure_fails_and_yet_nothing_of_it_is_served_any_
         assert got_inline(client, BOB) == keys[BOB]
 
 
-def test_an_erasure_of_nobody_leaves_what_is_still_in_the_clear(tmp_path: Path) -> None:
-    """A user without a key has no block; blocks that have no key yet are other users'."""
+def test_erasing_an_unknown_user_leaves_unencrypted_blocks(tmp_path: Path) -> None:
+    """A user without a key has no block; blocks without a key are other users'."""
     keys = [block_key(b"in the clear", bytes([number])) for number in range(40)]
     with node_of(tmp_path, encrypted=False) as node, Client(node.target) as client:
         client.put_many_inline((key, key * (1 << 15)) for key in keys)
@@ -332,10 +330,10 @@ def mark_of(number: int) -> bytes:
     return b"MARK-%08d" % number
 
 
-def test_nothing_that_was_put_while_its_user_was_erased_is_there_after_the_next_erasure(
+def test_blocks_put_during_an_erasure_are_removed_by_the_next_one(
     tmp_path: Path,
 ) -> None:
-    """Lanes write blocks that the node hears of later: with whatever key they had, not with the domain's by then."""
+    """The node processes lanes' blocks later: with the key they were written with, not the domain's current one."""
     domain, left = domain_of(ADA), []
     with (
         NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node,
@@ -368,10 +366,10 @@ def test_nothing_that_was_put_while_its_user_was_erased_is_there_after_the_next_
     assert not left
 
 
-def test_while_a_user_is_erased_nothing_is_encrypted_with_a_new_key(
+def test_nothing_is_encrypted_with_a_new_key_while_a_user_is_erased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would have the number of the destroyed one, and be taken for what that has encrypted: not be overwritten."""
+    """It would have the number of the destroyed key, and its blocks, taken for that key's, would not be overwritten."""
     domain = domain_of(ADA)
     key, later = (in_domain(block_key(name), domain) for name in (b"before", b"meanwhile"))
     held, over = threading.Event(), threading.Event()
@@ -400,10 +398,10 @@ def test_while_a_user_is_erased_nothing_is_encrypted_with_a_new_key(
 
 
 @pytest.mark.parametrize("step", ["sessions", "blocks_of", "wipe_free_memory"])
-def test_an_erasure_that_passes_its_deadline_is_acknowledged_only_when_it_is_repeated(
+def test_an_erasure_that_passes_its_deadline_is_acknowledged_only_when_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """It stops before a step; its caller is told that it is not complete, and what completes it."""
+    """It stops before a step; the error says that it is not complete, and how to complete it."""
     never, noted, domain = asyncio.Event(), list[str](), domain_of(ADA)
     keys = [in_domain(block_key(bytes([number])), domain) for number in range(9)]
     note = Audit.note
@@ -441,7 +439,7 @@ def test_an_erasure_that_passes_its_deadline_is_acknowledged_only_when_it_is_rep
 def test_landed_blocks_that_wait_for_a_full_store_are_erased_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_leased: bool
 ) -> None:
-    """It is acknowledged as landed, and the store takes no put before the erasure has ended."""
+    """They are acknowledged as landed, and the store accepts no put before the erasure has ended."""
     domain = domain_of(ADA)
     key = in_domain(block_key(b"landed"), domain)
     is_full, refused = threading.Event(), threading.Event()
@@ -477,8 +475,8 @@ def test_landed_blocks_that_wait_for_a_full_store_are_erased_too(
         assert isinstance(client.get_inline(key, size), Miss)
 
 
-def test_memory_that_is_given_beforehand_has_nothing_of_an_erased_user(tmp_path: Path) -> None:
-    """Rooms for what is read and received: blocks that were evicted from there have left their bytes."""
+def test_memory_granted_ahead_has_nothing_of_an_erased_user(tmp_path: Path) -> None:
+    """Buffers for reads and puts: evicted blocks have left their bytes there."""
     domain, size = domain_of(ADA), 32 << 10
     with NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node:
         keys = [in_domain(block_key(b"mark", number.to_bytes(2)), domain) for number in range(32)]
@@ -505,7 +503,7 @@ def test_memory_that_is_given_beforehand_has_nothing_of_an_erased_user(tmp_path:
             assert mark_of(1) not in node.call(lambda inside: bytes(inside.hot.view))
 
 
-def test_a_user_who_makes_sessions_does_not_keep_the_erasure_from_ending(tmp_path: Path) -> None:
+def test_a_user_that_creates_sessions_does_not_keep_the_erasure_from_ending(tmp_path: Path) -> None:
     stop, made = threading.Event(), list[int]()
     with NodeInProcess(tmp_path / "data", open_keys=made_opener(tmp_path)) as node:
 

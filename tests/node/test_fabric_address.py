@@ -81,7 +81,7 @@ def test_invalid_addresses_are_refused_and_later_clients_still_attach(node: Node
         assert client.is_attached
 
 
-def test_an_address_that_the_call_does_not_come_from_is_refused_and_in_the_audit_log(tmp_path: Path) -> None:
+def test_an_address_other_than_the_callers_is_refused_and_audited(tmp_path: Path) -> None:
     audit = tmp_path / "audit.jsonl"
     with small_node(tmp_path / "node", arguments=("--audit", str(audit))) as node:
         name, sentence = refusal_of(node.target, SocketAddress(ip_of("127.0.0.2"), 7071).told)
@@ -93,7 +93,7 @@ def test_an_address_that_the_call_does_not_come_from_is_refused_and_in_the_audit
     assert (line["what"], line["outcome"]) == ("attach", "refused")
 
 
-def test_an_address_in_a_list_of_networks_is_believed_wherever_the_call_comes_from(tmp_path: Path) -> None:
+def test_an_address_in_a_configured_network_is_trusted_wherever_the_call_comes_from(tmp_path: Path) -> None:
     listed = ("--fabric-clients", "10.0.0.0/8,127.0.0.2/32")
     with small_node(tmp_path / "node", arguments=listed) as node:
         with small_client(node.target, fabric_address="127.0.0.2") as client:
@@ -115,7 +115,7 @@ def test_an_address_in_a_list_of_networks_is_believed_wherever_the_call_comes_fr
         ("ipv6:%5Bfe80::7%25eth0%5D:50112", "fe80::7"),
     ],
 )
-def test_the_address_of_a_peer_is_read_as_grpc_writes_it(peer: str, ip: str) -> None:
+def test_a_peers_address_is_parsed_as_grpc_writes_it(peer: str, ip: str) -> None:
     assert ip_of_peer(peer) == ip_of(ip)
     for other in ("unix:/run/socket", "ipv4:", "ipv4:nobody:1", ""):
         assert ip_of_peer(other) is None
@@ -128,7 +128,7 @@ def test_a_peer_without_an_address_is_on_this_machine(fabric: Fabric) -> None:
         address.believed(SocketAddress(ip_of("10.0.0.7"), 7071).told, "unix:/run/socket", fabric)
 
 
-def test_the_fabric_address_is_the_listening_one_the_given_one_or_the_route_to_the_client() -> None:
+def test_the_fabric_address_is_the_listening_one_the_configured_one_or_the_route_to_the_client() -> None:
     with Fabric("net", address=FabricAddress("0.0.0.0").fabric_opens_at("net")) as fabric:
         ports = Ports(17_071, 17_171)
         for address, client, told in (
@@ -155,7 +155,7 @@ class At(NamedTuple):
         return self
 
 
-def test_each_tenant_has_a_domain_of_its_own_while_there_are_enough_and_then_the_least_shared_one() -> None:
+def test_each_tenant_has_its_own_fabric_domain_while_there_are_enough_and_then_the_least_shared_one() -> None:
     attached: list[Any] = []
 
     def attach(tenant: bytes) -> int:
@@ -170,7 +170,7 @@ def test_each_tenant_has_a_domain_of_its_own_while_there_are_enough_and_then_the
     assert attach(b"f") == 2, "a tenant that has left holds no domain"
 
 
-def test_without_a_default_route_the_node_tries_an_interface_and_loopback_only_without_any(
+def test_without_a_default_route_the_node_tries_an_interface_and_loopback_only_if_there_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fabric_address, "source_towards", lambda _: None)
@@ -180,7 +180,7 @@ def test_without_a_default_route_the_node_tries_an_interface_and_loopback_only_w
 
 
 @pytest.mark.skipif(shutil.which("ip") is None, reason="there is no ip: apt-get install iproute2")
-def test_the_addresses_of_interfaces_are_ours_and_others_can_use_them() -> None:
+def test_interface_addresses_are_local_and_reachable_for_others() -> None:
     asked = subprocess.run(["ip", "-o", "addr", "show", "up"], capture_output=True, text=True, check=True)
     shown = {ip_of(line.split()[3].partition("/")[0]) for line in asked.stdout.splitlines()}
     usable = {ip for ip in shown if not ip.is_loopback and (ip.version == 4 or not ip.is_link_local)}
@@ -189,31 +189,31 @@ def test_the_addresses_of_interfaces_are_ours_and_others_can_use_them() -> None:
     assert {ip.version for ip in found} == {ip.version for ip in usable}
 
 
-def test_a_name_is_not_asked_for_while_a_client_waits(fabric: Fabric) -> None:
+def test_no_name_is_resolved_while_a_client_waits(fabric: Fabric) -> None:
     with pytest.raises(FabricError, match="is not known yet"):
         FabricAddress("0.0.0.0", "localhost").open(fabric, SocketAddress(ip_of("127.0.0.1"), 1))
 
 
 @pytest.mark.parametrize("told", ["0.0.0.0", "::", "fe80::1", "224.0.0.1"])
-def test_an_address_at_which_a_node_cannot_be_reached_is_refused(told: str) -> None:
+def test_an_unreachable_address_is_refused(told: str) -> None:
     with pytest.raises(ConfigError, match="--fabric-address"):
         FabricAddress("0.0.0.0", told)
 
 
 @pytest.mark.parametrize("told", ["10.0.0.5", "node.example", "fd00::5"])
-def test_a_fabric_beyond_loopback_needs_what_listening_there_needs(tmp_path: Path, told: str) -> None:
+def test_a_fabric_outside_loopback_needs_the_same_as_listening_there(tmp_path: Path, told: str) -> None:
     with pytest.raises(ConfigError, match=f"{told} without --tls-cert, --tls-key, --tenants"):
         NodeConfig(tmp_path, fabric_address=told)
     for here in ("127.0.0.5", "::1", "localhost"):
         assert NodeConfig(tmp_path, fabric_address=here).fabric_address == here
 
 
-def test_a_client_of_a_family_that_is_not_told_is_refused_in_words(fabric: Fabric) -> None:
+def test_a_client_of_an_unsupported_address_family_is_refused_with_a_reason(fabric: Fabric) -> None:
     with pytest.raises(ProtocolError, match="of another family; set a --fabric-address"):
         FabricAddress("127.0.0.1").open(fabric, SocketAddress(ip_of("fd00::7"), 1))
 
 
-def test_ports_are_taken_in_turn_and_are_overloaded_when_they_are_used_up(fabric: Fabric) -> None:
+def test_ports_are_used_in_turn_and_running_out_is_overloaded(fabric: Fabric) -> None:
     ports, ip = Ports(17_201, 17_203), ip_of("127.0.0.5")
     open_now = [open_endpoint(fabric, ip, ports) for _ in range(3)]
     with pytest.raises(Overloaded, match=r"all of 17201-17203 are in use on 127\.0\.0\.5"):
@@ -231,7 +231,7 @@ def test_ports_are_taken_in_turn_and_are_overloaded_when_they_are_used_up(fabric
         assert SocketAddress.of(open_endpoint(fabric, ip_of("127.0.0.6"), ports).address()).port == 17_203
 
 
-def test_a_port_that_was_just_given_back_is_the_last_to_be_taken_again(fabric: Fabric) -> None:
+def test_a_port_that_was_just_released_is_the_last_to_be_reused(fabric: Fabric) -> None:
     ports, ip = Ports(17_301, 17_303), ip_of("127.0.0.5")
     with open_endpoint(fabric, ip, ports) as first:
         assert SocketAddress.of(first.address()).port == 17_301
@@ -240,7 +240,7 @@ def test_a_port_that_was_just_given_back_is_the_last_to_be_taken_again(fabric: F
 
 
 @pytest.mark.parametrize("text", ["", "x", "0-5", "5-4", "1-65536", "1-2-3", "-1"])
-def test_an_invalid_range_of_ports_is_refused(text: str) -> None:
+def test_an_invalid_port_range_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="range of ports"):
         Ports.of(text)
 
@@ -271,7 +271,7 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def test_a_node_that_cannot_reach_itself_is_not_ready_says_why_and_tries_again(tmp_path: Path) -> None:
+def test_a_node_that_cannot_reach_itself_is_not_ready_reports_why_and_retries(tmp_path: Path) -> None:
     grpc_port, http_port = free_port(), free_port()
     command = [
         sys.executable,

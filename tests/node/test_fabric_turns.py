@@ -31,7 +31,7 @@ class Of:
 
 
 @pytest.mark.parametrize("round_ms", [0, 1000])
-def test_a_tenant_with_many_calls_does_not_hold_up_one_with_one(
+def test_a_tenant_with_many_calls_does_not_delay_one_with_a_single_call(
     monkeypatch: pytest.MonkeyPatch, round_ms: int
 ) -> None:
     monkeypatch.setattr(fabric_answers, "FABRIC_CALLS_MS", round_ms)
@@ -61,7 +61,9 @@ def test_a_tenant_with_many_calls_does_not_hold_up_one_with_one(
         assert done.index(99) <= 3
 
 
-def test_a_tenant_whose_calls_take_long_rests_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tenant_whose_calls_take_long_pauses_while_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = SystemClock()
     node: Any = SimpleNamespace(clock=clock, turns=Turns(clock), **REST)
     done: list[int] = []

@@ -82,7 +82,7 @@ def test_acknowledged_blocks_survive_a_bug_that_ends_the_node(tmp_path: Path) ->
         node.stop()
 
 
-def test_an_error_of_ours_ends_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expected_error_ends_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fail_stop, "_armed", True)
     monkeypatch.setattr(os, "_exit", lambda status: pytest.fail(f"it ended with {status}"))
 
@@ -93,7 +93,7 @@ def test_an_error_of_ours_ends_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
         or_stop(fail)()
 
 
-def test_before_it_is_armed_a_bug_is_raised() -> None:
+def test_before_the_node_is_armed_a_bug_is_raised() -> None:
     def fail(why: str) -> None:
         raise ValueError(why)
 

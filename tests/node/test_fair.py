@@ -37,7 +37,7 @@ things = st.lists(
 
 
 @given(things)
-def test_everything_comes_out_once_and_each_connection_in_its_order(waiting: list[Thing]) -> None:
+def test_every_item_is_delivered_once_and_in_order_for_each_connection(waiting: list[Thing]) -> None:
     queue: FairQueue[Thing] = FairQueue()
     queue.add(waiting)
     assert len(queue) == len(waiting)
@@ -69,7 +69,7 @@ def test_two_waiting_tenants_get_equal_bytes_whatever_their_block_sizes(
         assert abs(given_bytes["a"] - given_bytes["b"]) <= 3 * MIB + 2 * TURN_BYTES
 
 
-def test_a_late_tenant_waits_one_turn_of_the_others_not_for_all_their_requests() -> None:
+def test_a_late_tenant_waits_for_one_turn_of_the_others() -> None:
     queue: FairQueue[Thing] = FairQueue()
     queue.add(Thing("greedy", flow, 32 << 10) for flow in range(10) for _ in range(1000))
     for _ in range(500):
@@ -90,7 +90,7 @@ def test_connections_of_one_tenant_take_turns() -> None:
     ]
 
 
-def test_a_tenant_that_may_hold_no_more_is_passed_over_and_keeps_its_place() -> None:
+def test_a_tenant_at_its_limit_is_skipped_and_keeps_its_place() -> None:
     queue: FairQueue[Thing] = FairQueue()
     queue.add([Thing("a", 0, MIB, 1), Thing("b", 0, MIB, 2), Thing("a", 1, MIB, 3), Thing("b", 0, MIB, 4)])
     assert queue.take(lambda thing: thing.number in (3, 4)) == Thing("a", 1, MIB, 3), (
@@ -101,7 +101,7 @@ def test_a_tenant_that_may_hold_no_more_is_passed_over_and_keeps_its_place() -> 
     assert [thing.number for thing in everything(queue)] == [2, 1, 4], "a has just had a turn"
 
 
-def test_an_item_put_back_comes_first_again_and_costs_its_turn_once() -> None:
+def test_an_item_put_back_is_next_again_and_costs_its_turn_once() -> None:
     queue: FairQueue[Thing] = FairQueue()
     queue.add([Thing("a", 0, MIB, 1), Thing("a", 0, MIB, 2), Thing("b", 0, MIB, 3), Thing("b", 0, MIB, 4)])
     for _ in range(50):
@@ -112,7 +112,7 @@ def test_an_item_put_back_comes_first_again_and_costs_its_turn_once() -> None:
     assert sorted(thing.number for thing in everything(queue)[:2]) == [1, 3]
 
 
-def test_waits_of_a_connection_end_with_it() -> None:
+def test_requests_of_a_closed_connection_are_removed() -> None:
     queue: FairQueue[Thing] = FairQueue()
     queue.add([Thing("a", 0, MIB, 1), Thing("a", 1, MIB, 2), Thing("b", 0, MIB, 3)])
     queue.drop("a", 0)
@@ -180,7 +180,7 @@ def test_puts_may_hold_an_eighth_or_as_much_as_they_leave_free(
         assert not shares.may_hold((0, 0), size), "an eighth in any case"
 
 
-def test_one_connections_puts_may_hold_half_and_leave_the_next_a_quarter() -> None:
+def test_puts_of_one_connection_may_hold_half_and_leave_the_next_a_quarter() -> None:
     shares = Shares(8000)
     assert shares.may_hold_so_many(("t", "a"), 100, 1000) == 40
     shares.hold(("t", "a"), 4000)
@@ -195,7 +195,7 @@ def test_a_request_larger_than_everything_may_be_held_alone() -> None:
     assert not shares.may_hold(("t", "b"), 1)
 
 
-def test_with_any_number_of_connections_a_tenant_leaves_another_its_part_of_a_common_memory() -> None:
+def test_with_any_number_of_connections_a_tenant_leaves_another_its_share_of_a_common_memory() -> None:
     shares = Shares(8000, lambda: 2)
     for number in range(100):
         if shares.may_hold(("evil", number), 500):
@@ -210,7 +210,7 @@ def test_with_any_number_of_connections_a_tenant_leaves_another_its_part_of_a_co
     assert shares.may_hold(("good", 4), 500)
 
 
-def test_a_single_thing_that_is_larger_than_a_tenants_share_may_be_held_if_there_is_room() -> None:
+def test_a_single_item_larger_than_a_tenants_share_may_be_held_if_there_is_room() -> None:
     shares = Shares(100, lambda: 50)
     assert shares.may_hold(("a", 0), 60)
     shares.hold(("a", 0), 60)
@@ -219,7 +219,7 @@ def test_a_single_thing_that_is_larger_than_a_tenants_share_may_be_held_if_there
     assert not shares.may_hold(("b", 0), 41)
 
 
-def test_a_tenant_that_is_new_in_the_file_has_its_part_of_what_others_hold_no_longer() -> None:
+def test_a_tenant_new_in_the_file_no_longer_counts_its_share_for_others() -> None:
     tenants = 2
     places = Places(100, lambda: tenants)
     assert filled(places, "first") == 50
@@ -241,7 +241,7 @@ def filled(places: Places, who: str) -> int:
 
 
 def test_each_tenant_keeps_a_share_of_long_held_places() -> None:
-    """In whatever order they come; who is alone has all."""
+    """In whatever order they arrive; a single tenant has all."""
     assert filled(Places(100, lambda: 1), "alone") == 100
     for tenants in (2, 3, 10, 50):
         places = Places(100, lambda tenants=tenants: tenants)  # type: ignore[misc]
@@ -251,7 +251,7 @@ def test_each_tenant_keeps_a_share_of_long_held_places() -> None:
         assert sum(got) <= 100
 
 
-def test_a_place_given_back_can_be_taken_by_others() -> None:
+def test_a_returned_place_can_be_taken_by_others() -> None:
     places = Places(8, lambda: 2)
     assert (filled(places, "first"), filled(places, "second")) == (4, 3)
     places.give_back("first", 4)
@@ -262,7 +262,7 @@ def test_a_place_given_back_can_be_taken_by_others() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(-20, 20)), max_size=60))
-def test_a_tenants_own_part_is_available_beside_any_others(steps: list[tuple[int, int]]) -> None:
+def test_a_tenants_own_share_is_available_beside_any_others(steps: list[tuple[int, int]]) -> None:
     places, held = Places(200, lambda: 5), [0] * 5
     for who, wanted in steps:
         change = min(wanted, places.left(who)) if wanted > 0 else max(wanted, -held[who])
@@ -275,7 +275,7 @@ def test_a_tenants_own_part_is_available_beside_any_others(steps: list[tuple[int
         assert all(places.left(one) + held[one] >= 20 for one in range(5))
 
 
-def test_of_the_places_in_a_queue_a_tenant_has_its_share_and_gives_back_what_is_gone() -> None:
+def test_a_tenant_has_its_share_of_a_queue_and_returns_what_it_no_longer_uses() -> None:
     queue: FairQueue[Thing] = FairQueue(Places(64, lambda: 2))
     most = queue.left("a")
     assert 0 < most < 64

@@ -56,7 +56,7 @@ def percentile(samples: list[float], percent: int) -> float:
     return sorted(samples)[min(len(samples) - 1, len(samples) * percent // 100)]
 
 
-def test_a_caller_without_room_gets_its_answer_within_ten_milliseconds(node: NodeProcess) -> None:
+def test_a_caller_without_room_is_answered_within_ten_milliseconds(node: NodeProcess) -> None:
     with small_client(node.target, tenant="stalled") as client, grpc.insecure_channel(node.target) as channel:
         client.put_inline(LARGE, bytes(8 * MIB))
         stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]

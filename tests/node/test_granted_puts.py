@@ -59,7 +59,7 @@ def gathered(node: NodeInProcess) -> int:
 
 
 @pytest.mark.parametrize(("length", "calls"), [(10_000, 3), (600_000, 9)])
-def test_small_blocks_that_come_while_a_write_is_under_way_go_to_the_drive_together(
+def test_small_blocks_that_arrive_during_a_write_are_written_together(
     node: NodeInProcess, rig: ClientWithBuffers, length: int, calls: int
 ) -> None:
     blocks = [rig.block(number, length) for number in range(10)]
@@ -79,8 +79,10 @@ def test_small_blocks_that_come_while_a_write_is_under_way_go_to_the_drive_toget
 
 
 @pytest.mark.parametrize("durability", [Durability.LANDED, Durability.WRITTEN])
-def test_an_acknowledged_block_is_found_beside_an_unknown_one(tmp_path: Path, durability: Durability) -> None:
-    """A get of which all is in memory is answered by the core; these by Python, which hears of puts in batches."""
+def test_an_acknowledged_block_is_found_along_with_an_unknown_one(
+    tmp_path: Path, durability: Durability
+) -> None:
+    """A get of blocks in memory is answered by the core; this one by Python, which learns of puts in batches."""
     with NodeInProcess(tmp_path / "laned") as node:
         rig = ClientWithBuffers(node)
         for number in range(200):
@@ -95,10 +97,8 @@ def test_an_acknowledged_block_is_found_beside_an_unknown_one(tmp_path: Path, du
         rig.close()
 
 
-def test_clients_that_put_nothing_cost_a_look_up_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A look-up takes first what another client has put just now."""
+def test_idle_clients_cost_a_look_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up first processes what another client has just put."""
     looked: list[int] = []
     came = Granted.came
 
@@ -128,7 +128,7 @@ def test_clients_that_put_nothing_cost_a_look_up_nothing(
 def test_blocks_that_arrive_with_a_lanes_block_are_stored_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A receiver tells of a block once, and not when it was taken before on behalf of a lane's."""
+    """A receiver reports a block once, and not if it was processed before on behalf of a lane's."""
     with NodeInProcess(tmp_path / "node") as node:
         rig = ClientWithBuffers(node)
         assert rig.client.arm([rig.block(0, 4096)]).wait(WAIT_S)[0].error is None
@@ -169,7 +169,7 @@ def counted_by_python(monkeypatch: pytest.MonkeyPatch) -> list[PutItem]:
 def test_a_stream_of_blocks_is_written_by_the_lane(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capacity: int, length: int, at_once: int, count: int
 ) -> None:
-    """Ground comes in time, and what finds none, or a full lane, waits: Python writes none of them."""
+    """Ground is reserved in time; blocks that find none, or a full lane, wait. Python writes none of them."""
     with NodeInProcess(tmp_path / "node", capacity) as node:
         rig = ClientWithBuffers(node)
         by_python = counted_by_python(monkeypatch)
@@ -180,9 +180,7 @@ def test_a_stream_of_blocks_is_written_by_the_lane(
         rig.close()
 
 
-def test_a_lane_that_took_nothing_for_a_while_is_used_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_lane_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drive had no ground for it then."""
     with NodeInProcess(tmp_path / "node") as node:
         rig = ClientWithBuffers(node)
@@ -196,10 +194,10 @@ def test_a_lane_that_took_nothing_for_a_while_is_used_again(
         rig.close()
 
 
-def test_a_block_deleted_before_its_put_has_ended_leaves_no_copy(
+def test_a_block_deleted_before_its_put_ended_leaves_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the core knows it still, because it is being sent."""
+    """Even if the core still knows it because it is being sent."""
     with NodeInProcess(tmp_path / "node") as node:
         rig = ClientWithBuffers(node)
         assert rig.client.arm([rig.block(0, 4096)]).wait(WAIT_S)[0].error is None

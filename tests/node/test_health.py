@@ -38,7 +38,7 @@ def listed(channel: grpc.Channel, metadata: Any = None) -> list[str]:
     return [service.name for service in answer.list_services_response.service]
 
 
-def test_health_of_the_node_and_of_each_service_is_told_to_anybody(guarded: NodeProcess) -> None:
+def test_health_of_the_node_and_of_each_service_is_public(guarded: NodeProcess) -> None:
     with grpc.insecure_channel(guarded.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         for service in ("", "kvstore.v1.KvStore", "kvstore.v1.Blocks", "kvstore.v1.Sessions"):
@@ -49,7 +49,7 @@ def test_health_of_the_node_and_of_each_service_is_told_to_anybody(guarded: Node
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_methods_that_stay_open_or_list_calls_need_a_token(guarded: NodeProcess) -> None:
+def test_health_methods_that_stream_or_list_need_a_token(guarded: NodeProcess) -> None:
     with grpc.insecure_channel(guarded.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         for call in (
@@ -65,7 +65,7 @@ def test_methods_that_stay_open_or_list_calls_need_a_token(guarded: NodeProcess)
         assert {"kvstore.v1.KvStore", "kvstore.v1.Blocks", "kvstore.v1.Sessions"} < set(listed(channel, ACME))
 
 
-def test_a_tool_finds_a_messages_fields_by_reflection(node: NodeProcess) -> None:
+def test_a_client_finds_message_fields_by_reflection(node: NodeProcess) -> None:
     with grpc.insecure_channel(node.target) as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         ask = reflection_pb2.ServerReflectionRequest(file_containing_symbol="kvstore.v1.Sessions")

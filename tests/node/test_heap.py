@@ -66,7 +66,7 @@ print(mapped() - before < 2 * HEAP_END_BYTES_MAX)
 """
 
 
-def test_the_end_of_another_threads_heap_is_given_back() -> None:
+def test_memory_freed_at_the_end_of_another_threads_heap_is_returned() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", IN_ANOTHER_THREAD],
         cwd=ROOT,
@@ -85,7 +85,7 @@ def test_cycles_are_collected_when_the_heap_has_grown() -> None:
     assert ran.stdout == "True\n"
 
 
-def test_a_heap_with_much_that_is_free_gives_it_back() -> None:
+def test_a_heap_with_much_free_memory_returns_it() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
     )

@@ -72,7 +72,7 @@ def pages_of_size(pages: int) -> HotPages:
     return HotPages(pages, lambda: None)
 
 
-def test_a_record_is_found_under_its_generation_alone() -> None:
+def test_a_record_is_found_only_under_its_generation() -> None:
     hot = pages_of_size(8)
     piece = read(hot, 7)
     found = hot.find(7)
@@ -83,7 +83,7 @@ def test_a_record_is_found_under_its_generation_alone() -> None:
     assert statistics.kept_bytes == statistics.protected_bytes == PAGE_BYTES
 
 
-def test_a_piece_in_use_is_never_given_away() -> None:
+def test_a_piece_in_use_is_never_reallocated() -> None:
     hot = pages_of_size(4)
     used = hot.take(3)
     assert used is not None
@@ -99,7 +99,7 @@ def test_a_piece_in_use_is_never_given_away() -> None:
 
 
 def test_a_refused_caller_retries_when_an_unreported_use_ends() -> None:
-    """A client on this machine reads a block, and is done, or was for too long."""
+    """A client on this machine that reads a block is done with it, or has held it for too long."""
     told: list[int] = []
     reading = True
     hot = HotPages(4, lambda: told.append(1), Sent(lambda: reading).uses)
@@ -133,7 +133,7 @@ def test_a_caller_without_a_request_delays_no_other() -> None:
     assert freed == [True]
 
 
-def test_to_ask_whether_a_record_is_kept_is_no_use_of_it() -> None:
+def test_checking_whether_a_record_is_cached_is_not_a_use() -> None:
     hot = pages_of_size(4)
     read(hot, 1)
     before = hot.statistics()
@@ -142,7 +142,7 @@ def test_to_ask_whether_a_record_is_kept_is_no_use_of_it() -> None:
     assert hot.statistics() == before
 
 
-def test_the_oldest_that_was_wanted_once_goes_first() -> None:
+def test_the_oldest_record_that_was_requested_once_is_evicted_first() -> None:
     hot = pages_of_size(4)
     for generation in (1, 2, 3, 4):
         read(hot, generation)
@@ -151,7 +151,7 @@ def test_the_oldest_that_was_wanted_once_goes_first() -> None:
     assert [wants(hot, generation) for generation in (1, 2, 3, 4, 5)] == [True, False, True, True, True]
 
 
-def test_a_scan_does_not_flush_what_is_wanted_again() -> None:
+def test_a_scan_does_not_evict_records_that_were_requested_again() -> None:
     hot = pages_of_size(10)
     for generation in (1, 2, 3):
         read(hot, generation)
@@ -161,7 +161,7 @@ def test_a_scan_does_not_flush_what_is_wanted_again() -> None:
     assert all(wants(hot, generation) for generation in (1, 2, 3))
 
 
-def test_the_protected_part_leaves_room_for_what_is_new() -> None:
+def test_the_protected_part_leaves_room_for_new_records() -> None:
     hot = pages_of_size(10)
     for generation in range(10):
         read(hot, generation + 1)
@@ -171,7 +171,7 @@ def test_the_protected_part_leaves_room_for_what_is_new() -> None:
     assert wants(hot, 100)
 
 
-def test_a_record_that_two_have_read_is_kept_once() -> None:
+def test_a_record_read_twice_at_once_is_cached_once() -> None:
     hot = pages_of_size(4)
     first, second = hot.take(2), hot.take(2)
     assert first is not None
@@ -221,7 +221,7 @@ def overlap(hot: HotPages, one: Piece, other: Piece) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pages_are_never_given_twice_and_never_lost(seed: int) -> None:
+def test_pages_are_never_allocated_twice_and_never_lost(seed: int) -> None:
     rng = random.Random(seed)
     total = 64
     hot = pages_of_size(total)
@@ -302,7 +302,7 @@ def reads(hot: HotPages, tenant: bytes, generations: range, times: int = 1) -> N
 
 
 @pytest.mark.parametrize("wanted", [1, 2], ids=["scanned", "wanted again"])
-def test_reads_of_one_tenant_leave_another_its_part(wanted: int) -> None:
+def test_reads_of_one_tenant_leave_another_its_share(wanted: int) -> None:
     hot = HotPages(80, lambda: None, tenants=lambda: 2)
     reads(hot, GOOD, range(1, 31))
     for first in range(1000, 3000, 100):
@@ -324,8 +324,8 @@ def test_a_tenants_reads_replace_its_own_pieces_and_a_single_tenant_has_no_share
     assert not any(alone.has(generation) for generation in range(1, 21))
 
 
-def test_a_block_that_needs_nearly_all_memory_finds_it_though_parts_of_others_lie_everywhere() -> None:
-    """No read may wait for what only lies there: nobody would wake it."""
+def test_a_block_that_needs_nearly_all_memory_gets_it_despite_scattered_pieces() -> None:
+    """No read may wait for idle pieces: nothing would wake it."""
     hot = HotPages(80, lambda: None, tenants=lambda: 2)
     for first in range(0, 80, 8):
         reads(hot, GOOD, range(first + 1, first + 3))
@@ -356,7 +356,7 @@ def test_an_erased_block_is_overwritten_after_its_last_user() -> None:
     assert hot.statistics().kept == 0
 
 
-def test_a_record_is_dropped_when_another_one_has_its_name() -> None:
+def test_a_record_is_dropped_when_another_one_takes_its_name() -> None:
     hot = pages_of_size(8)
     for number in (1, 2):
         piece = hot.take(2)
@@ -368,8 +368,8 @@ def test_a_record_is_dropped_when_another_one_has_its_name() -> None:
     assert not hot.has(2)
 
 
-def test_the_last_one_kept_under_a_name_has_it() -> None:
-    """Both are kept for a moment: the index names one, and a read of the other began before."""
+def test_the_last_record_cached_under_a_name_wins() -> None:
+    """Both are cached for a moment: the index names one, and a read of the other began before."""
     hot = pages_of_size(8)
     for generation in (5, 6):
         piece = hot.take(2)
@@ -384,7 +384,7 @@ def test_the_last_one_kept_under_a_name_has_it() -> None:
     assert hot.kept_pages_of(GOOD) == 0
 
 
-def test_owners_who_keep_nothing_are_forgotten() -> None:
+def test_tenants_without_cached_records_are_forgotten() -> None:
     """A node without tokens knows as many tenants as its callers make up."""
     hot = pages_of_size(64)
     for number in range(1000):
@@ -398,7 +398,7 @@ def test_owners_who_keep_nothing_are_forgotten() -> None:
     assert sum(hot.kept_pages_of(number.to_bytes(TENANT_BYTES)) for number in range(1000)) == 64
 
 
-def test_bytes_of_evicted_blocks_are_overwritten_in_steps_and_nothing_else() -> None:
+def test_exactly_the_bytes_of_evicted_blocks_are_overwritten_in_steps() -> None:
     memory = Memory(16)
     hot = HotPages(16, lambda: None, address=memory.address)
     pieces = [hot.take(2) for _ in range(6)]
@@ -415,7 +415,7 @@ def test_bytes_of_evicted_blocks_are_overwritten_in_steps_and_nothing_else() -> 
     assert steps > 2
 
 
-def test_pages_taken_ahead_of_a_pass_over_free_pages_are_overwritten_at_once() -> None:
+def test_pages_allocated_ahead_of_a_pass_over_free_pages_are_overwritten_at_once() -> None:
     memory = Memory(16)
     hot = HotPages(16, lambda: None, address=memory.address)
     pieces = [hot.take(2) for _ in range(8)]
@@ -483,7 +483,7 @@ def test_many_are_taken_at_once_from_the_oldest_of_their_size() -> None:
     assert hot.statistics().evicted == evicted, "free memory first"
 
 
-def test_the_guaranteed_part_of_a_tenant_is_not_taken_in_a_batch_for_others() -> None:
+def test_a_batch_does_not_take_the_guaranteed_share_of_a_tenant() -> None:
     hot = HotPages(80, lambda: None, tenants=lambda: 2)  # 20 pages are for certain
     for number in range(12):
         keep_named(hot, number, GOOD)

@@ -54,12 +54,12 @@ def test_the_second_get_needs_no_drive(tmp_path: Path, node: NodeInProcess, rig:
 
 
 @pytest.mark.parametrize("on_shelf", [False, True])
-def test_bytes_that_changed_in_memory_come_from_the_drive_instead(
+def test_bytes_that_changed_in_memory_are_read_from_the_drive_instead(
     node: NodeInProcess,
     rig: ClientWithBuffers,
     on_shelf: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
-    """The node's own thread reads them anew at once; the C core, which reads no drive, says that they are missed."""
+    """The node's thread rereads them at once; the C core, which reads no drive, reports a miss."""
     block = rig.block(0, 100_000)
     put(rig, [block])
     assert get(rig, block) == [Hit(block.key)]
@@ -83,9 +83,7 @@ def test_bytes_that_changed_in_memory_come_from_the_drive_instead(
     assert rig.client.status().corrupt_found == 0
 
 
-def test_a_block_that_was_replaced_is_not_served_from_memory(
-    node: NodeInProcess, rig: ClientWithBuffers
-) -> None:
+def test_a_replaced_block_is_not_served_from_memory(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     """A name is written anew once its first block is over, with other bytes under another generation."""
     block = rig.block(0, 100_000)
     put(rig, [block])
@@ -115,8 +113,8 @@ def test_another_layout_or_length_finds_nothing_in_memory(
     assert hot(node).found == 0
 
 
-def test_more_than_the_memory_holds_goes_through_it(node: NodeInProcess, rig: ClientWithBuffers) -> None:
-    """Inline gets and fetches share it; those that find no room wait for it, and nobody waits for ever."""
+def test_more_blocks_than_fit_in_memory_pass_through_it(node: NodeInProcess, rig: ClientWithBuffers) -> None:
+    """Inline gets and fetches share it; those that find no room wait, and none waits forever."""
     blocks = [rig.block(number, 1 << 20) for number in range(16)]
     put(rig, blocks)
     whole = node.call(lambda inside: inside.hot.pages.take(inside.hot.pages._pages - 600))
@@ -133,7 +131,7 @@ def test_more_than_the_memory_holds_goes_through_it(node: NodeInProcess, rig: Cl
     node.call(lambda inside: inside.hot.pages.release(whole))
 
 
-def test_an_inline_get_finds_and_leaves_blocks_there_too(
+def test_an_inline_get_finds_and_leaves_blocks_in_memory_too(
     tmp_path: Path, node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     data = rig.source[:100_000]
@@ -200,10 +198,8 @@ def drop_by_quarantine(node: NodeInProcess, *_: object) -> None:
 
 
 @pytest.mark.parametrize("drop", [drop_by_deleting, drop_by_evicting, drop_by_quarantine])
-def test_blocks_that_are_gone_take_no_room_in_the_hot_memory(
-    node: NodeInProcess, rig: ClientWithBuffers, drop: Any
-) -> None:
-    """Also those that were wanted again, which a scan would not have flushed."""
+def test_removed_blocks_free_their_hot_memory(node: NodeInProcess, rig: ClientWithBuffers, drop: Any) -> None:
+    """Also those that were requested again, which a scan would not have evicted."""
     blocks = [rig.block(number, 200_000) for number in range(6)]
     put(rig, blocks)
     for _ in range(3):
@@ -216,9 +212,7 @@ def test_blocks_that_are_gone_take_no_room_in_the_hot_memory(
     assert all(isinstance(one, Miss) for one in get(rig, *blocks))
 
 
-def test_a_block_whose_time_is_over_takes_no_room_in_the_hot_memory(
-    node: NodeInProcess, rig: ClientWithBuffers
-) -> None:
+def test_an_expired_block_frees_its_hot_memory(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     block = rig.block(0, 200_000)
     expires_ms = node.call(lambda inside: inside.clock.wall_ms()) + 5000
     puts = rig.client.reserve([block], expires_unix_ms=expires_ms).arm(rig.flags[0])
@@ -229,10 +223,8 @@ def test_a_block_whose_time_is_over_takes_no_room_in_the_hot_memory(
     wait_until(lambda: hot(node).kept == 0, "its time is over")
 
 
-def test_a_block_that_is_replaced_takes_no_room_in_the_hot_memory(
-    node: NodeInProcess, rig: ClientWithBuffers
-) -> None:
-    """The put of a name whose block is over replaces it; the new one is kept when it is read."""
+def test_a_replaced_block_frees_its_hot_memory(node: NodeInProcess, rig: ClientWithBuffers) -> None:
+    """A put under the key of an expired block replaces it; the new block is cached when it is read."""
     block = rig.block(0, 200_000)
     put(rig, [block])
     assert get(rig, block) == [Hit(block.key)]
@@ -250,7 +242,7 @@ def test_a_block_that_is_replaced_takes_no_room_in_the_hot_memory(
 
 
 @pytest.mark.parametrize("way", ["fetch", "inline", "prefetch"])
-def test_a_block_that_goes_while_it_is_read_is_not_kept(
+def test_a_block_removed_while_it_is_read_is_not_cached(
     node: NodeInProcess, rig: ClientWithBuffers, way: str
 ) -> None:
     block = rig.block(0, 200_000)

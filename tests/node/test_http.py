@@ -238,7 +238,7 @@ def test_a_tenant_sees_its_own_figures_and_an_observer_all(guarded: NodeProcess)
     assert len(state(url, bearer("acme"), f"?after={nexts}")["sessions"]["page"]) <= 1
 
 
-def test_many_sessions_come_in_pages(node: NodeProcess) -> None:
+def test_many_sessions_are_listed_in_pages(node: NodeProcess) -> None:
     with small_client(node.target) as client:
         client.put_inline(KEY, b"abc")
         names = {f"chat {number}" for number in range(2 * UI_SESSIONS_MAX + 10)}
@@ -254,7 +254,7 @@ def test_many_sessions_come_in_pages(node: NodeProcess) -> None:
     assert ask(url + "/ui/state.json?after=abc")[0] == 400
 
 
-def test_a_name_that_leads_to_loopback_is_not_believed(untouched: NodeProcess) -> None:
+def test_a_host_name_that_resolves_to_loopback_is_not_trusted(untouched: NodeProcess) -> None:
     url = http_url(untouched)
     for host, status in (
         ("evil.example", 403),
@@ -295,7 +295,7 @@ def test_an_invalid_request_is_refused_with_its_reason(
     assert raw(http_url(untouched), b"HEAD /healthz HTTP/1.1\r\n\r\n").endswith(b"\r\n\r\n")
 
 
-def test_silent_callers_delay_no_other_for_long(node: NodeProcess) -> None:
+def test_silent_callers_do_not_delay_others_for_long(node: NodeProcess) -> None:
     url = http_url(node)
     host, _, port = url.removeprefix("http://").rpartition(":")
     silent = [
@@ -332,8 +332,8 @@ def test_a_source_at_its_limit_loses_its_oldest_connection_without_a_request(nod
             assert one.recv(12) == b"HTTP/1.1 200"
 
 
-def test_health_is_answered_while_the_node_stands_still(node: NodeProcess) -> None:
-    """Its thread has a socket of its own; the node's thread is held by a call that takes long."""
+def test_health_is_answered_while_the_node_is_blocked(node: NodeProcess) -> None:
+    """Its thread has its own socket; the node's thread is held by a long call."""
     url = http_url(node)
     with small_client(node.target) as client:
         stop = threading.Event()
@@ -365,7 +365,7 @@ def test_a_caller_over_its_rate_is_told_when_to_retry(node: NodeProcess) -> None
     assert ask(url + "/healthz")[0] == 200
 
 
-def test_strangers_and_a_tenant_that_ask_too_often_use_up_nothing_of_what_others_may_ask(
+def test_strangers_and_a_tenant_over_its_rate_do_not_use_up_the_rate_of_others(
     tmp_path: Path,
 ) -> None:
     clock, tenants = FakeClock(), Tenants(bytes(16), FakeClock())
@@ -414,7 +414,7 @@ def test_a_delayed_caller_costs_the_nodes_thread_nothing() -> None:
     assert waits == [500, 1, 500, 500, 500]
 
 
-def test_many_may_wait_for_the_servers_thread_before_a_probe_of_health_is_dropped() -> None:
+def test_many_may_wait_for_the_servers_thread_before_a_health_probe_is_dropped() -> None:
     clock, told = FakeClock(), list[int]()
     server = HttpServer(Gate(Tenants(bytes(16), clock), Audit(clock, None)), clock, {}, {})
 
@@ -498,7 +498,7 @@ def test_callers_without_a_certificate_use_none_of_the_others_rate(pki: Path) ->
     server._rate_of(None).take(HTTP_REQUESTS_PER_S)
 
 
-def test_beyond_loopback_it_needs_what_the_node_needs(tmp_path: Path) -> None:
+def test_outside_loopback_it_needs_the_same_as_the_node(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0 without --tls-cert, --tls-key, --tenants"):
         NodeConfig(tmp_path, http=("0.0.0.0", 9090))
     with pytest.raises(ConfigError, match="--http"):
@@ -507,7 +507,7 @@ def test_beyond_loopback_it_needs_what_the_node_needs(tmp_path: Path) -> None:
         NodeConfig(tmp_path, http=("127.0.0.1", 65536))
 
 
-def test_health_says_when_the_nodes_thread_stands_still_for_good() -> None:
+def test_health_reports_when_the_nodes_thread_is_blocked_for_good() -> None:
     clock = FakeClock()
     node = cast("Any", SimpleNamespace(clock=clock, ticked_ns=clock.monotonic_ns()))
     clock.now_ms += HEALTH_STILL_MS - 1

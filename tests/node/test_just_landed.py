@@ -37,7 +37,7 @@ def landed(node: NodeInProcess, rig: ClientWithBuffers) -> Iterator[Block]:
     assert put.wait(WAIT_S)[0].durability is Durability.WRITTEN
 
 
-def test_it_is_got_inside_grpc(rig: ClientWithBuffers, landed: Block) -> None:
+def test_it_is_fetched_over_grpc(rig: ClientWithBuffers, landed: Block) -> None:
     payload = rig.source[landed.offset : landed.offset + LENGTH]
     assert rig.client.get_inline(landed.key, LENGTH, timeout_s=WAIT_S) == payload
     assert list(rig.client.get_many_inline([(landed.key, LENGTH)], timeout_s=WAIT_S)) == [payload]
@@ -78,8 +78,8 @@ def test_bytes_that_changed_in_memory_are_not_sent(
     assert isinstance(outcome, Miss)
 
 
-def test_it_is_got_from_memory_beside_an_unknown_one(tmp_path: Path) -> None:
-    """Python answers such a call, often before it has heard that a lane has written the block."""
+def test_it_is_fetched_from_memory_along_with_an_unknown_one(tmp_path: Path) -> None:
+    """Python answers such a call, often before it has learned that a lane has written the block."""
     with NodeInProcess(tmp_path / "node") as node:
         rig = ClientWithBuffers(node)
         for number in range(8):
@@ -96,8 +96,8 @@ def test_it_is_got_from_memory_beside_an_unknown_one(tmp_path: Path) -> None:
         rig.close()
 
 
-def test_a_call_is_told_of_what_waits_for_a_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lane is full, and the core keeps a block to itself until a call might ask the application for it."""
+def test_a_call_sees_blocks_that_wait_for_a_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane is full, and the core keeps a block to itself until a call might need it from Python."""
     monkeypatch.setattr("kvstore.node.drive_lanes.LANE_BYTES_MAX", 2 * MIB)
     cleared, clear = list[tuple[Lane, int]](), Lane.clear
     with NodeInProcess(tmp_path / "node", 1 << 30) as node:
@@ -125,7 +125,7 @@ def test_a_call_is_told_of_what_waits_for_a_lane(tmp_path: Path, monkeypatch: py
         rig.close()
 
 
-def test_its_memory_stays_as_the_hot_copy(rig: ClientWithBuffers) -> None:
+def test_its_memory_becomes_the_hot_copy(rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(8)]
     assert all(one.error is None for one in rig.client.put(blocks))
     before = rig.client.statistics().hits_memory

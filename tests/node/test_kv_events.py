@@ -87,7 +87,7 @@ def events() -> Iterator[KvEvents]:
     publisher.close()
 
 
-def test_a_node_tells_of_what_is_stored_evicted_and_deleted(tmp_path: Path) -> None:
+def test_a_node_publishes_stored_evicted_and_deleted_blocks(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/events"
     arguments = ["--events", endpoint]
     with (
@@ -117,7 +117,7 @@ def test_a_node_tells_of_what_is_stored_evicted_and_deleted(tmp_path: Path) -> N
         subscriber.close()
 
 
-def test_maps_and_arrays_say_the_same() -> None:
+def test_maps_and_arrays_encode_the_same_events() -> None:
     said = []
     for as_arrays in (False, True):
         publisher = KvEvents(EventsConfig("tcp://127.0.0.1:*", as_arrays=as_arrays), FakeClock())
@@ -136,7 +136,7 @@ def test_maps_and_arrays_say_the_same() -> None:
     ]
 
 
-def test_each_tenant_has_a_topic_and_the_sequence_is_one(events: KvEvents) -> None:
+def test_each_tenant_has_a_topic_and_there_is_one_sequence(events: KvEvents) -> None:
     subscriber = _Subscriber(events.endpoints[0])
     subscriber.hears(events)
     events.blocks(rows([(TENANT, b"a"), (OTHER, b"b"), (TENANT, b"c")]), None)
@@ -158,7 +158,7 @@ def test_missed_events_can_be_replayed(events: KvEvents) -> None:
     assert _dealt_again(events.endpoints[1], 99) == []
 
 
-def test_a_block_whose_record_is_replaced_has_not_gone(events: KvEvents) -> None:
+def test_a_block_whose_record_is_replaced_is_not_reported_as_removed(events: KvEvents) -> None:
     events.blocks(rows([(TENANT, b"a")]), Reason.SUPERSEDED)
     events.blocks(rows([(TENANT, b"a")]), None)
     assert _dealt_again(events.endpoints[1], 0) == [0]
@@ -186,7 +186,7 @@ def test_events_stay_on_this_machine(tmp_path: Path, endpoint: str) -> None:
         NodeConfig(data=tmp_path, events=EventsConfig(endpoint))
 
 
-def test_an_endpoint_that_is_taken_ends_the_node_with_a_sentence(tmp_path: Path) -> None:
+def test_a_taken_endpoint_ends_the_node_with_one_sentence(tmp_path: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as taken:
         port = taken.bind_to_random_port("tcp://127.0.0.1")
         arguments = ["--events", f"tcp://127.0.0.1:{port}"]
@@ -195,7 +195,7 @@ def test_an_endpoint_that_is_taken_ends_the_node_with_a_sentence(tmp_path: Path)
 
 
 def test_a_node_that_ends_before_it_serves_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its timer comes upon a drive that is closed, while the rest of the process ends: a segmentation fault."""
+    """Otherwise its timer would use a closed drive while the process ends: a segmentation fault."""
     made: list[Node] = []
 
     class Seen(Node):
@@ -219,7 +219,7 @@ def test_a_node_that_ends_before_it_serves_is_closed(tmp_path: Path, monkeypatch
     assert made[0].ticks._timer.cancelled()
 
 
-def test_a_node_with_tenants_publishes_none() -> None:
-    """Whoever listens hears of all tenants' blocks: ZeroMQ does not authenticate."""
+def test_a_node_with_tenants_publishes_no_events() -> None:
+    """Any subscriber receives all tenants' blocks: ZeroMQ does not authenticate."""
     with pytest.raises(ConfigError, match="a node with --tenants refuses it"):
         NodeConfig(Path(), tenants=Path("tenants.toml"), events=EventsConfig("ipc:///events"))

@@ -32,7 +32,7 @@ def leased(slots: Slots, generation: int) -> Lease:
     return lease
 
 
-def test_a_slot_is_free_again_only_when_the_drive_is_done_with_it() -> None:
+def test_a_slot_is_free_only_when_the_drive_is_done_with_it() -> None:
     slots = Slots(1, unwiped)
     leased(slots, 7)
     assert slots.landed(7) is not None
@@ -62,7 +62,7 @@ def test_each_tenant_has_its_share_of_the_leases() -> None:
 
 
 def test_free_slots_take_a_few_bytes_each() -> None:
-    """A list of their numbers takes an object for each: 40 KiB for a client, which they left scattered."""
+    """A list of their numbers takes an object each: 40 KiB per client, which fragmented the heap."""
     tracemalloc.start()
     try:
         slots = Slots(1024, unwiped)
@@ -72,14 +72,14 @@ def test_free_slots_take_a_few_bytes_each() -> None:
         tracemalloc.stop()
 
 
-def test_all_slots_or_none_are_taken() -> None:
+def test_all_slots_or_none_are_leased() -> None:
     slots = Slots(SLOTS, unwiped)
     with pytest.raises(Overloaded):
         slots.take(SLOTS + 1)
     assert slots.in_state(SlotState.FREE) == SLOTS
 
 
-def test_an_expired_slot_is_quarantined_until_the_client_gives_it_back() -> None:
+def test_an_expired_slot_is_quarantined_until_the_client_returns_it() -> None:
     slots = Slots(1, unwiped)
     lease = leased(slots, 7)
     assert slots.expired(7) is lease
@@ -90,14 +90,14 @@ def test_an_expired_slot_is_quarantined_until_the_client_gives_it_back() -> None
     assert slots.take(1) == [lease.slot]
 
 
-def test_a_block_that_lands_after_its_lease_is_not_taken() -> None:
+def test_a_block_that_lands_after_its_lease_is_refused() -> None:
     slots = Slots(1, unwiped)
     leased(slots, 7)
     slots.expired(7)
     assert slots.landed(7) is None
 
 
-def test_a_flag_of_an_unknown_generation_is_not_taken() -> None:
+def test_a_flag_of_an_unknown_generation_is_ignored() -> None:
     slots = Slots(1, unwiped)
     leased(slots, 7)
     assert slots.landed(8) is None
@@ -113,14 +113,14 @@ def test_a_landed_block_cannot_be_aborted() -> None:
     assert slots.in_state(SlotState.WRITING) == 1
 
 
-def test_giving_back_another_slot_than_the_leased_one_changes_nothing() -> None:
+def test_returning_another_slot_than_the_leased_one_changes_nothing() -> None:
     slots = Slots(2, unwiped)
     lease = leased(slots, 7)
     assert not slots.abort(1 - lease.slot, 7)
     assert slots.in_state(SlotState.LEASED) == 1
 
 
-def test_after_an_erasure_no_slot_keeps_what_it_had() -> None:
+def test_after_an_erasure_no_slot_has_its_old_bytes() -> None:
     wiped: list[tuple[int, int]] = []
     slots = Slots(3, lambda *one: wiped.append(one))
     leases = [leased(slots, generation) for generation in (7, 8, 9)]

@@ -74,7 +74,7 @@ def held_bytes(node: NodeInProcess) -> int:
     return int(node.call(held))
 
 
-def test_many_are_taken_together_and_all_is_as_if_they_had_come_one_by_one(
+def test_many_blocks_are_processed_together_as_if_one_by_one(
     node: NodeInProcess, rig: ClientWithBuffers, together: list[int]
 ) -> None:
     before = rig.client.statistics()
@@ -92,10 +92,10 @@ def test_many_are_taken_together_and_all_is_as_if_they_had_come_one_by_one(
     assert held_bytes(node) == 0
 
 
-def test_a_query_in_between_learns_of_blocks_on_lanes(
+def test_a_query_in_between_sees_blocks_on_lanes(
     node: NodeInProcess, rig: ClientWithBuffers, together: list[int]
 ) -> None:
-    """Each is asked for at once, many while their writes are under way."""
+    """Each is requested at once, many during their writes."""
     for number in range(COUNT):
         put(rig, range(number, number + 1))
         assert isinstance(rig.client.exists([rig.key(number)])[0], Stored)
@@ -124,7 +124,7 @@ def test_a_block_that_the_core_no_longer_lists_is_stored_like_any_other(
     assert held_bytes(node) == 0
 
 
-def test_blocks_that_the_index_does_not_take_are_lost_and_counted(
+def test_blocks_that_the_index_refuses_are_lost_and_counted(
     node: NodeInProcess, rig: ClientWithBuffers, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_index: Index, _blocks: object) -> None:
@@ -140,10 +140,10 @@ def test_blocks_that_the_index_does_not_take_are_lost_and_counted(
     assert isinstance(result.error, StorageError), "the drive takes no more"
 
 
-def test_a_name_that_a_lane_is_writing_is_put_by_another_client(
+def test_a_key_that_a_lane_is_writing_is_put_by_another_client(
     node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python has the second block, and knows of the first by then: only one of them is stored."""
+    """Python has the second block, and learns of the first by then: only one of them is stored."""
     cleared, clear = list[tuple[Lane, int]](), Lane.clear
     monkeypatch.setattr(Lane, "clear", lambda lane, until: cleared.append((lane, until)))
     node.call(lambda inside: inside.granted._lanes.seal())  # the ground that was cleared already

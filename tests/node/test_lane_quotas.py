@@ -67,7 +67,7 @@ def stored(rig: ClientWithBuffers, numbers: range) -> list[int]:
     return [number for number, one in zip(numbers, found, strict=True) if isinstance(one, Stored)]
 
 
-def test_blocks_are_written_while_python_stands_still_with_a_quota_too(
+def test_blocks_are_written_without_python_with_a_quota_too(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     set_quota(node, 32 << 20)
@@ -76,8 +76,8 @@ def test_blocks_are_written_while_python_stands_still_with_a_quota_too(
     assert told.quota_used_bytes == 41 * 3 * PAGE_BYTES
 
 
-def test_blocks_of_lanes_stay_within_the_quota(node: NodeInProcess, rig: ClientWithBuffers) -> None:
-    """Of two clients of the tenant, which put more than twice of what fits."""
+def test_blocks_written_by_lanes_stay_within_the_quota(node: NodeInProcess, rig: ClientWithBuffers) -> None:
+    """Two clients of the tenant put more than twice of what fits."""
     fit, puts = 4 * FIT, 10 * FIT
 
     def used_or_lent(inside: Node) -> int:
@@ -99,7 +99,7 @@ def test_blocks_of_lanes_stay_within_the_quota(node: NodeInProcess, rig: ClientW
         assert node.call(lambda inside: inside.granted._lanes._known) > puts // 4, "many went through lanes"
 
 
-def test_lent_pages_are_recalled_before_a_put_is_refused(
+def test_granted_pages_are_recalled_before_a_put_is_refused(
     node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(granted_puts, "ROOMS_IDLE_TICKS", 1 << 60)  # it doesn't come back by itself
@@ -114,7 +114,7 @@ def test_lent_pages_are_recalled_before_a_put_is_refused(
     assert rig.client.statistics().quota_used_bytes == QUOTA
 
 
-def test_lent_pages_come_back_from_clients_that_leave_or_are_idle_or_lose_their_quota(
+def test_granted_pages_return_from_clients_that_leave_idle_or_lose_their_quota(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     put(rig, range(8))

@@ -28,9 +28,7 @@ def clock() -> Iterator[FakeClock]:
     root.setLevel(level)
 
 
-def test_a_line_has_time_level_and_what_it_is_about(
-    clock: FakeClock, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_has_time_level_and_subject(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     begin_logging(clock, "info", "text")
     log.info("attached with %d slots", 16, extra=about(connection=3, tenant="acme"))
     log.debug("not this one")
@@ -41,7 +39,7 @@ def test_a_line_has_time_level_and_what_it_is_about(
     assert rest == ["connection=3", "tenant=acme", "attached", "with", "16", "slots"]
 
 
-def test_for_programs_a_line_is_json(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_for_programs_are_json(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     begin_logging(clock, "debug", "json")
     try:
         open("/nowhere/at/all")  # noqa: PTH123, SIM115 - to fail
@@ -54,7 +52,7 @@ def test_for_programs_a_line_is_json(clock: FakeClock, capsys: pytest.CaptureFix
     assert told.keys() == {"time", "level", "from", "request", "message"}
 
 
-def test_data_from_outside_stays_on_its_line(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_external_data_stays_on_its_line(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     begin_logging(clock, "info", "text")
     log.info("%s", "a\nb\x1b[2Jc", extra=about(tenant="t\r\n2026-01-01T00:00:00.000Z info forged"))
     said = capsys.readouterr().err
@@ -63,7 +61,7 @@ def test_data_from_outside_stays_on_its_line(clock: FakeClock, capsys: pytest.Ca
     assert "\r" not in said
 
 
-def test_of_one_kind_so_many_lines_a_second_and_the_rest_is_counted(
+def test_lines_of_one_kind_are_limited_per_second_and_the_rest_counted(
     clock: FakeClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begin_logging(clock, "info", "text")
@@ -90,12 +88,12 @@ def test_kinds_are_bounded(clock: FakeClock, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
 
 
-def test_it_writes_where_standard_error_is_when_it_begins(clock: FakeClock) -> None:
+def test_it_writes_to_the_standard_error_of_its_start(clock: FakeClock) -> None:
     begin_logging(clock, "info", "text")
     assert [handler.stream for handler in logging.getLogger().handlers] == [sys.stderr]  # type: ignore[attr-defined]
 
 
-def test_that_a_caller_has_gone_is_no_error_of_the_node(
+def test_a_caller_that_leaves_is_not_an_error_of_the_node(
     clock: FakeClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begin_logging(clock, "info", "text")

@@ -61,7 +61,7 @@ def outcomes(lookup: Lookup) -> list[tuple[int, Outcome]]:
     return [(run.blocks, run.outcome) for run in lookup.runs]
 
 
-def test_each_way_to_ask_is_recorded_with_what_became_of_its_blocks(
+def test_each_kind_of_look_up_is_recorded_with_the_outcome_of_its_blocks(
     node: NodeInProcess, client: Client
 ) -> None:
     client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[:4]])
@@ -111,7 +111,7 @@ def test_only_a_read_of_the_drive_has_a_drive_time(node: NodeInProcess, client: 
     assert [one.drive_us > 0 for one in told(node, "reads")] == [True, True, False]
 
 
-def test_each_way_to_miss_is_told_apart(node: NodeInProcess, client: Client) -> None:
+def test_each_kind_of_miss_is_distinguished(node: NodeInProcess, client: Client) -> None:
     now_ms = node.call(lambda one: one.clock.wall_ms())
     client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[:3]])
     client.put_inline(KEYS[3], bytes(PAGE), expires_unix_ms=now_ms + 500)
@@ -159,7 +159,7 @@ def test_each_way_to_miss_is_told_apart(node: NodeInProcess, client: Client) -> 
     assert told(node, "theirs") == told(node, "why", "zeta") == [], "a tenant sees its own"
 
 
-def test_an_eviction_is_told_with_when_and_how_idle_it_was(tmp_path: Path) -> None:
+def test_an_eviction_is_reported_with_its_time_and_idle_time(tmp_path: Path) -> None:
     with (
         NodeInProcess(tmp_path / "small", 16 << 20) as node,
         small_client(node.target, tenant="acme") as client,
@@ -203,7 +203,9 @@ def test_a_resume_is_one_request_of_its_session(node: NodeInProcess, client: Cli
     assert outcomes(lookup) == [(1, Outcome.NO_SESSION)]
 
 
-def test_a_get_that_is_given_up_says_which_blocks_had_not_come(node: NodeInProcess, client: Client) -> None:
+def test_an_abandoned_get_reports_the_blocks_that_had_not_arrived(
+    node: NodeInProcess, client: Client
+) -> None:
     client.put_many_inline([(key, bytes(PAGE)) for key in KEYS[:4]])
     kv = client.register(allocate(4 * PAGE))
     client.get([Block(KEYS[0], kv, 0, PAGE)], timeout_s=WAIT_S)
@@ -224,7 +226,7 @@ def test_a_get_that_is_given_up_says_which_blocks_had_not_come(node: NodeInProce
     assert "did not arrive in time" in from_caller.detail
 
 
-def test_blocks_got_before_a_client_left_count_as_sent(node: NodeInProcess) -> None:
+def test_blocks_delivered_before_a_client_left_count_as_sent(node: NodeInProcess) -> None:
     # The node's thread learns in batches which bytes were sent, and a client can leave before it does.
     held: list[Event] = []
     is_held = True
@@ -251,7 +253,7 @@ def test_blocks_got_before_a_client_left_count_as_sent(node: NodeInProcess) -> N
     assert [outcomes(one) for one in told(node, "gone")] == [[(4, Outcome.DRIVE)]]
 
 
-def test_a_node_that_was_away_is_told_what_it_missed_when_it_is_back(tmp_path: Path) -> None:
+def test_a_node_that_was_away_learns_afterwards_of_the_misses(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path / "node") as node:
         target = node.target
     with NodeInProcess(tmp_path / "other") as other, small_client(target, tenant="acme") as client:
@@ -271,7 +273,7 @@ def test_a_node_that_was_away_is_told_what_it_missed_when_it_is_back(tmp_path: P
     assert {(one.kind, tuple(one.runs)) for one in lookups} == {(Kind.PREFIX, (Run(5, Outcome.NODE_AWAY),))}
 
 
-def test_reports_of_a_failed_call_are_sent_by_the_next(node: NodeInProcess, client: Client) -> None:
+def test_reports_of_a_failed_call_are_sent_with_the_next(node: NodeInProcess, client: Client) -> None:
     client._core.lookups.lost("lost", Kind.FETCH, 0, [object()], NodeUnavailable("It was away."))
 
     def fail() -> None:
@@ -297,9 +299,7 @@ def test_reports_of_a_failed_call_are_sent_by_the_next(node: NodeInProcess, clie
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\xff" * 4000, b""])
-def test_an_invalid_message_of_a_caller_ends_nothing(
-    node: NodeInProcess, client: Client, data: bytes
-) -> None:
+def test_an_invalid_report_of_a_caller_is_ignored(node: NodeInProcess, client: Client, data: bytes) -> None:
     request = kvstore_pb2.GetRequest(
         tenant="acme",
         name=kvstore_pb2.BlockName(key=KEYS[0], fingerprint=layout_fingerprint(b""), length=PAGE),
@@ -326,7 +326,7 @@ def lookup_named(name: str, runs: Sequence[Run] = (Run(1, Outcome.STORED),)) -> 
     return Lookup(name, Kind.EXISTS, 7, 1, 1, runs)
 
 
-def test_the_tenant_with_the_most_traces_makes_room() -> None:
+def test_look_ups_of_the_tenant_with_the_most_are_dropped_first() -> None:
     lookups = Lookups(None, HeldClock())  # type: ignore[arg-type]
     greedy, modest, none = b"g" * 16, b"m" * 16, bytes(32)
     for number in range(10):

@@ -58,7 +58,7 @@ def test_appended_frames_are_read_back_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 7, 8, 60, 150])
-def test_a_torn_tail_is_skipped_and_written_over(tmp_path: Path, cut: int) -> None:
+def test_a_torn_tail_is_skipped_and_overwritten(tmp_path: Path, cut: int) -> None:
     path = written(tmp_path, ["one", "two", "three"])
     os.truncate(path, path.stat().st_size - cut)
     assert loaded(tmp_path) == ["one", "two"]
@@ -68,7 +68,7 @@ def test_a_torn_tail_is_skipped_and_written_over(tmp_path: Path, cut: int) -> No
     assert loaded(tmp_path) == ["one", "two", "four"]
 
 
-def test_any_byte_that_has_changed_ends_the_file_there_and_is_never_read_as_something_else(
+def test_any_changed_byte_ends_the_file_there_and_is_never_misread(
     tmp_path: Path,
 ) -> None:
     path = written(tmp_path, ["one", "two"])
@@ -79,7 +79,7 @@ def test_any_byte_that_has_changed_ends_the_file_there_and_is_never_read_as_some
         assert loaded(tmp_path) == (["one"] if at >= first else [])
 
 
-def test_files_are_rotated_and_the_oldest_go(tmp_path: Path) -> None:
+def test_files_are_rotated_and_the_oldest_deleted(tmp_path: Path) -> None:
     each = 7000
     count = LOOKUP_LOG_FILES * LOOKUP_LOG_FILE_BYTES_MAX // each + 2000
     with LookupLog(tmp_path) as log:
@@ -96,7 +96,7 @@ def test_files_are_rotated_and_the_oldest_go(tmp_path: Path) -> None:
     assert names == [str(number) for number in range(count - len(names), count)]
 
 
-def test_a_disk_that_stands_still_is_not_waited_for_and_what_is_lost_is_counted(
+def test_a_hanging_disk_is_not_awaited_and_losses_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, standing = threading.Event(), threading.Event()
@@ -121,9 +121,7 @@ def test_a_disk_that_stands_still_is_not_waited_for_and_what_is_lost_is_counted(
     assert len(loaded(tmp_path)) == LOOKUP_LOG_WAITING_BYTES_MAX // 1000 + 101 - lost
 
 
-def test_a_disk_that_fails_is_counted_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_disk_is_counted_and_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LookupLog(tmp_path) as log:
         log.load()
         with monkeypatch.context() as failing:
@@ -138,7 +136,7 @@ def test_a_disk_that_fails_is_counted_and_tried_again(
     assert loaded(tmp_path) == ["kept"]
 
 
-def test_a_folder_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with LookupLog(tmp_path / "file" / "lookups") as log:
         assert log.load() == []

@@ -18,7 +18,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_tenant_waits_for_its_share_of_messages_and_the_rest_in_their_order(
+def test_messages_beyond_a_tenants_share_wait_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(messages, "MESSAGES_COMING_MAX", 8)

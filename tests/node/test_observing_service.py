@@ -112,7 +112,7 @@ def test_a_watcher_gets_its_own_tenants_events_in_order(node: NodeInProcess, cli
         assert (other.what, other.key) == ("STORED", KEYS[5])
 
 
-def test_an_eviction_is_told_with_its_reason(node: NodeInProcess, client: Client) -> None:
+def test_an_eviction_is_reported_with_its_reason(node: NodeInProcess, client: Client) -> None:
     whose = tenant_id(node, client)
     node.call(lambda one: one.store.change_quotas({whose: 2 * 8192}))
     watch = client.watch(timeout_s=WAIT_S)
@@ -123,9 +123,7 @@ def test_an_eviction_is_told_with_its_reason(node: NodeInProcess, client: Client
     assert ("QUOTA", KEYS[0]) in [(one.what, one.key) for one in heard]
 
 
-def test_a_watcher_that_reads_too_slowly_learns_how_many_events_it_missed(
-    node: NodeInProcess, client: Client
-) -> None:
+def test_a_slow_watcher_learns_how_many_events_it_missed(node: NodeInProcess, client: Client) -> None:
     whose = tenant_id(node, client)
     watch = client.watch(timeout_s=WAIT_S)
     next(watch)
@@ -142,10 +140,10 @@ def test_a_watcher_that_reads_too_slowly_learns_how_many_events_it_missed(
     assert WATCH_EVENTS_SENT_MAX < WATCH_EVENTS_MAX
 
 
-def test_single_events_arrive_in_few_messages(
+def test_single_events_are_sent_in_few_messages(
     node: NodeInProcess, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each message costs a node what many events cost, for each that watches."""
+    """A message costs a node as much as many events, for each watcher."""
     monkeypatch.setattr(observing_service, "WATCH_REST_MS", 500)
     mine = tenant_id(node, client)
     with grpc.insecure_channel(node.target) as channel:
@@ -162,7 +160,7 @@ def test_single_events_arrive_in_few_messages(
     assert len(messages) < 5
 
 
-def test_a_watch_beats_and_ends_with_its_time(
+def test_a_watch_sends_heartbeats_and_ends_at_its_time(
     node: NodeInProcess, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observing_service, "WATCH_HEARTBEAT_MS", 20)

@@ -118,7 +118,7 @@ def test_spans_reach_a_collector_and_are_the_client_s_children(tmp_path: Path, r
     assert put_of_client.start_time <= put.start_time_unix_nano <= write.end_time_unix_nano
 
 
-def test_waiting_messages_are_sent_when_the_node_stops(tmp_path: Path, receiver: Receiver) -> None:
+def test_waiting_spans_are_sent_when_the_node_stops(tmp_path: Path, receiver: Receiver) -> None:
     with start(tmp_path, receiver.endpoint) as node:
         with Client(node.target, tracer_provider=Kept().provider) as client:
             put_and_get(client)
@@ -152,7 +152,7 @@ def exists(target: str, traceparent: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["refuses", "hangs in its call", "takes connections and says nothing"])
-def test_a_collector_that_is_away_costs_spans_and_nothing_else(tmp_path: Path, how: str) -> None:
+def test_an_absent_collector_loses_spans_and_nothing_else(tmp_path: Path, how: str) -> None:
     hanging = Receiver(hangs=True)
     silent = socket.create_server(("127.0.0.1", 0))
     endpoint = {
@@ -175,7 +175,7 @@ def test_a_collector_that_is_away_costs_spans_and_nothing_else(tmp_path: Path, h
     silent.close()
 
 
-def test_a_collector_that_comes_back_gets_spans_again(tmp_path: Path) -> None:
+def test_a_collector_that_returns_gets_spans_again(tmp_path: Path) -> None:
     port = lasting_port()
     with start(tmp_path, f"http://127.0.0.1:{port}") as node:
         exists(node.target, TRACEPARENT[1])
@@ -187,7 +187,7 @@ def test_a_collector_that_comes_back_gets_spans_again(tmp_path: Path) -> None:
     receiver.close()
 
 
-def test_an_endpoint_that_can_t_be_one_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_endpoint_is_refused(tmp_path: Path) -> None:
     for bad in (
         "localhost:4317",
         "ftp://localhost:4317",

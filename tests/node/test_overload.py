@@ -48,7 +48,7 @@ def open_readers(stub: kvstore_pb2_grpc.KvStoreStub, key: bytes, length: int, co
     return [stub.Get(request, timeout=WAIT_S) for _ in range(count)]
 
 
-def test_a_hundred_readers_that_stand_still_leave_room_for_the_others_and_are_ended(
+def test_a_hundred_stalled_readers_leave_room_for_others_and_are_ended(
     node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inline, "INLINE_TIMEOUT_MS", 1500)
@@ -81,7 +81,7 @@ def test_a_hundred_readers_that_stand_still_leave_room_for_the_others_and_are_en
     assert codes[grpc.StatusCode.DEADLINE_EXCEEDED] > 0, codes
 
 
-def test_a_put_whose_bytes_do_not_come_is_ended_and_its_memory_comes_back(
+def test_a_put_whose_bytes_do_not_arrive_is_ended_and_its_memory_freed(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inline, "INLINE_TIMEOUT_MS", 200)
@@ -107,7 +107,7 @@ def test_a_put_whose_bytes_do_not_come_is_ended_and_its_memory_comes_back(
 def test_a_tenant_that_requests_everything_at_once_does_not_delay_another(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
-    """Its thousand fetches are queued, and then comes one of another tenant: that one is among the next to be begun."""
+    """Its thousand fetches are queued, and then one of another tenant, which is among the next to begin."""
     greedy = [rig.block(number, MIB) for number in range(16)]
     put(rig, greedy)
     with small_client(node.target, tenant="other") as other:

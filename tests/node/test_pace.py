@@ -50,7 +50,7 @@ class Time:
             do()
 
 
-def test_a_pace_does_at_once_what_was_not_done_a_moment_ago_and_the_rest_together() -> None:
+def test_a_task_that_has_not_just_run_runs_at_once_and_repeats_are_merged() -> None:
     time, done = Time(), [0]
 
     def do() -> None:
@@ -73,8 +73,8 @@ def test_a_pace_does_at_once_what_was_not_done_a_moment_ago_and_the_rest_togethe
     assert done == [3], "nothing after its end"
 
 
-def test_whoever_asks_knows_written_blocks_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a pace of a minute, only those who ask have written blocks added to the index."""
+def test_a_query_sees_written_blocks_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pace of a minute, only queries have written blocks added to the index."""
     monkeypatch.setattr(granted_puts, "GRANTED_TAKE_MS", MINUTE_MS)
     with NodeInProcess(tmp_path / "node") as node:
         rig = ClientWithBuffers(node)
@@ -137,10 +137,10 @@ def test_a_get_right_after_its_put_counts_as_a_use(
         rig.client.close()
 
 
-def test_a_client_that_waits_for_memory_does_not_wait_for_the_pace(
+def test_a_client_waiting_for_memory_does_not_wait_for_the_pace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hot memory is full of written blocks; what is next lands when they are taken, and not a minute later."""
+    """Hot memory is full of written blocks; the next lands when they are processed, and not a minute later."""
     monkeypatch.setattr(granted_puts, "GRANTED_TAKE_MS", MINUTE_MS)
     with NodeInProcess(tmp_path / "node", 4 << 30) as node:
         rig = ClientWithBuffers(node)

@@ -43,7 +43,7 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
 
 
 @in_a_browser
-def test_a_node_that_has_done_nothing_says_so(node: NodeProcess, browser: Browser) -> None:
+def test_an_idle_node_says_so(node: NodeProcess, browser: Browser) -> None:
     browser.open(http_url(node))
     page = browser.text("main")
     for sentence in ("No put has ended yet", "No block has been requested yet", "No session has been"):
@@ -93,7 +93,7 @@ def test_all_work_is_shown_and_names_stay_text(node: NodeProcess, browser: Brows
 
 
 @in_a_browser
-def test_a_node_that_hangs_dims_the_page_until_it_answers_again(node: NodeProcess, browser: Browser) -> None:
+def test_a_hanging_node_dims_the_page_until_it_answers(node: NodeProcess, browser: Browser) -> None:
     browser.open(http_url(node))
     os.kill(node.pid, signal.SIGSTOP)
     try:
@@ -121,7 +121,7 @@ def test_clicks_while_an_answer_is_pending_leave_one_polling_loop(
 
 
 @in_a_browser
-def test_many_sessions_are_a_page_of_them(node: NodeProcess, browser: Browser) -> None:
+def test_many_sessions_are_listed_in_pages(node: NodeProcess, browser: Browser) -> None:
     with small_client(node.target) as client:
         key = block_key(b"page")
         client.put_inline(key, b"abc")
@@ -135,7 +135,7 @@ def test_many_sessions_are_a_page_of_them(node: NodeProcess, browser: Browser) -
 
 
 @in_a_browser
-def test_an_observer_chooses_a_tenant_and_a_failed_put_has_a_row(node: NodeProcess, browser: Browser) -> None:
+def test_an_observer_selects_a_tenant_and_a_failed_put_has_a_row(node: NodeProcess, browser: Browser) -> None:
     key = block_key(b"taken")
     for name in ("acme", "emca"):
         with small_client(node.target, tenant=name) as client:
@@ -180,7 +180,7 @@ def test_a_node_without_a_cluster_shows_none(node: NodeProcess, browser: Browser
     assert browser.run("document.querySelector('#cluster-section').hidden") is True
 
 
-def test_a_tenant_sees_its_own_and_an_observer_chooses(tmp_path: Path) -> None:
+def test_a_tenant_sees_its_own_figures_and_an_observer_selects(tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(
         "".join(
@@ -225,7 +225,7 @@ def test_a_tenant_sees_its_own_and_an_observer_chooses(tmp_path: Path) -> None:
         assert told("/ui/misses.json?reason=no", "acme")[0] == 400
 
 
-def test_the_page_needs_nothing_but_itself(node: NodeProcess) -> None:
+def test_the_page_loads_nothing_from_elsewhere(node: NodeProcess) -> None:
     status, headers, body = ask(http_url(node))
     page = body.decode()
     assert status == 200

@@ -33,7 +33,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("torn", [False, True])
-def test_a_block_that_a_scan_found_is_not_called_stored_before_it_was_checked(
+def test_a_block_found_by_a_scan_is_not_reported_as_stored_before_it_was_verified(
     data: Path,
     torn: bool,  # noqa: FBT001 - a parameter of the test
 ) -> None:
@@ -63,7 +63,7 @@ def test_a_block_that_a_scan_found_is_not_called_stored_before_it_was_checked(
         first.flags.close()
 
 
-def test_a_block_that_was_got_over_the_fabric_is_called_stored_again(data: Path) -> None:
+def test_a_block_fetched_over_the_fabric_is_reported_as_stored_again(data: Path) -> None:
     with NodeInProcess(data) as node:
         first = ClientWithBuffers(node)
         put(first, [first.block(0, LENGTH)])
@@ -81,7 +81,7 @@ def test_a_block_that_was_got_over_the_fabric_is_called_stored_again(data: Path)
 
 
 @pytest.mark.parametrize("durability", [Durability.WRITTEN, Durability.SYNCED])
-def test_of_two_puts_of_one_key_with_different_bytes_one_is_told_that_the_key_is_taken(
+def test_of_two_puts_of_one_key_with_different_bytes_one_fails_with_key_taken(
     rig: ClientWithBuffers, durability: Durability
 ) -> None:
     same = [rig.block(0, LENGTH), rig.block(0, LENGTH)]
@@ -128,9 +128,7 @@ def test_landed_is_never_sent_for_a_block_whose_length_differs_from_the_stored_o
     assert rig.is_exact(block)
 
 
-def test_a_block_that_had_landed_and_was_not_kept_is_counted(
-    rig: ClientWithBuffers, node: NodeInProcess
-) -> None:
+def test_a_landed_block_that_was_not_stored_is_counted(rig: ClientWithBuffers, node: NodeInProcess) -> None:
     other = rig.block(0, LENGTH, offset=5 * LENGTH)
     late = rig.client.reserve(
         [other], durability=Durability.LANDED
@@ -144,7 +142,7 @@ def test_a_block_that_had_landed_and_was_not_kept_is_counted(
     assert (counters.landed_taken, counters.landed_failed) == (1, 0)
 
 
-def test_an_inline_put_of_other_bytes_is_told_that_the_key_is_taken(rig: ClientWithBuffers) -> None:
+def test_an_inline_put_of_other_bytes_fails_with_key_taken(rig: ClientWithBuffers) -> None:
     key = rig.key(1)
     rig.client.put_inline(key, b"the first")
     rig.client.put_inline(key, b"the first", durability=Durability.SYNCED)

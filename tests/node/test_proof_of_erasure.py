@@ -129,7 +129,7 @@ def copied(data: Path, copy: Path) -> Path:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="reads another process's memory: run as root")
 def test_nothing_of_a_user_is_left_in_drive_index_logs_history_core_dump_or_swap(tmp_path: Path) -> None:
-    """After puts: no plaintext in any file, nor in what a core dump would have. After an erasure: no way back."""
+    """After puts: no plaintext in any file, nor in a core dump. After an erasure: no way to recover it."""
     data, dump = tmp_path / "data", tmp_path / "put.drive"
     with node_of(tmp_path, encrypted=True) as node:
         node.stop()
@@ -206,7 +206,7 @@ def put_reserved(client: Client, user: str, count: int) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="reads another process's memory: run as root")
 @pytest.mark.parametrize("way", [put, put_reserved])
-def test_nothing_of_a_user_stays_where_the_puts_of_clients_that_are_still_connected_arrived(
+def test_nothing_of_a_user_stays_in_the_landing_memory_of_connected_clients(
     tmp_path: Path, way: Callable[[Client, str, int], object]
 ) -> None:
     with node_of(tmp_path, encrypted=True) as node, small_client(node.target, tenant=TENANT) as client:
@@ -223,7 +223,7 @@ def test_nothing_of_a_user_stays_where_the_puts_of_clients_that_are_still_connec
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="reads another process's memory: run as root")
 def test_memory_for_blocks_and_keys_is_in_no_core_dump(tmp_path: Path) -> None:
-    """Also what Python allocates for records on their way, and to look at what a drive has in the clear."""
+    """Also what Python allocates for records in flight, and to search a drive for unencrypted records."""
     with node_of(tmp_path, encrypted=True) as node, Client(node.target, tenant=TENANT) as client:
         assert put(client, ADA) == []
         blocks = [one for one in mappings_of(node.pid) if "/memfd:triggerkv" in one.what]

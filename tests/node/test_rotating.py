@@ -167,7 +167,7 @@ def test_keys_are_rotated_under_load_and_no_get_fails(served: Served) -> None:
     checked(served.node.target, load.there)
 
 
-def test_a_node_killed_while_it_rotates_goes_on_with_the_key_that_status_names(served: Served) -> None:
+def test_a_node_killed_during_a_rotation_continues_with_the_key_that_status_names(served: Served) -> None:
     there: dict[int, bytes] = {}
     for turn in range(ROUNDS):
         load = Load(served.node.target, turn * 10_000)
@@ -194,7 +194,7 @@ def test_a_node_killed_while_it_rotates_goes_on_with_the_key_that_status_names(s
         checked(served.node.target, there)
 
 
-def test_an_interrupted_rotation_goes_on_at_the_next_start(served: Served) -> None:
+def test_an_interrupted_rotation_continues_at_the_next_start(served: Served) -> None:
     with Client(served.node.target, shared=True) as client:
         client.put_inline(block_key(b"1"), PAYLOAD)
     served.node.stop()

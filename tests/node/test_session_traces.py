@@ -40,7 +40,7 @@ def call(value: bytes) -> Any:
     return SimpleNamespace(invocation_metadata=lambda: (("other", "x"), (STEPS_HEADER, value)))
 
 
-def test_steps_of_another_machine_count_from_when_their_telling_came() -> None:
+def test_steps_from_another_machine_count_from_the_arrival_of_their_report() -> None:
     clock = HeldClock()
     traces = Traces(clock)
     trace = traces.told(ONE, told(5 * MS, 8 * MS, 99 * MS, clock=b"elsewhere", sent_ns=10 * MS))
@@ -52,7 +52,7 @@ def test_steps_of_another_machine_count_from_when_their_telling_came() -> None:
     assert not any(one.by_node for one in trace.in_order())
 
 
-def test_steps_of_this_machine_are_taken_as_they_are_unless_that_cannot_be() -> None:
+def test_steps_from_this_machine_keep_their_times_if_possible() -> None:
     clock = HeldClock()
     traces = Traces(clock)
     same = told(clock.now_ns - 7 * MS, clock=machine_clock(), sent_ns=clock.now_ns - 3 * MS)
@@ -76,7 +76,7 @@ def test_a_trace_keeps_its_last_steps_and_a_node_its_last_traces() -> None:
     assert traces.find(name_of(ONE, "ada", f"{TRACES_MAX + 4}")) is not None
 
 
-def test_a_tenant_with_many_traces_makes_room_for_one_with_few() -> None:
+def test_traces_of_a_tenant_with_many_are_dropped_before_those_of_one_with_few() -> None:
     traces = Traces(HeldClock())
     for number in range(TRACES_MAX // SHARES):
         traces.of(name_of(OTHER, "ben", f"{number}"))
@@ -95,7 +95,7 @@ def test_a_tenant_with_many_traces_makes_room_for_one_with_few() -> None:
     assert all(traces._of.values()), "who has none is not remembered"
 
 
-def test_a_foreign_header_is_refused_and_a_step_of_a_later_version_is_left_out() -> None:
+def test_a_foreign_header_is_refused_and_a_step_of_a_later_version_is_skipped() -> None:
     traces = Traces(HeldClock())
     many = told(*range(STEPS_REPORTED_MAX + 1))
     long = told(1)
@@ -113,7 +113,7 @@ def test_a_foreign_header_is_refused_and_a_step_of_a_later_version_is_left_out()
     assert traces.hear(SimpleNamespace(invocation_metadata=lambda: None), ONE) is None
 
 
-def test_a_get_is_told_when_its_last_block_is_over() -> None:
+def test_a_get_is_reported_when_its_last_block_has_ended() -> None:
     clock = HeldClock()
     trace = Traces(clock).of(name_of(ONE, "ada", "chat"))
     get = SeenGet(trace, 4, 40, clock)
@@ -137,14 +137,14 @@ def test_a_get_is_told_when_its_last_block_is_over() -> None:
     assert (sent.step, sent.blocks, sent.detail) == (Step.SENT, 3, "1 from memory")
 
 
-def test_every_step_has_the_number_of_one_of_the_eight_and_the_protos_name() -> None:
+def test_every_step_has_the_number_of_one_of_the_eight_and_the_protos_name_it() -> None:
     assert {step.number for step in Step} == set(range(1, 9))
     names = {value.name: value.number for value in pb.Step.DESCRIPTOR.values if value.number}
     assert names == {f"STEP_{step.name}": int(step) for step in Step}
     assert [step.number for step in Step] == sorted(step.number for step in Step)
 
 
-def test_a_bad_header_is_refused_on_the_wire_and_the_call_is_not_done(tmp_path: Any) -> None:
+def test_an_invalid_header_is_refused_and_the_call_is_not_executed(tmp_path: Any) -> None:
     with NodeInProcess(tmp_path / "data") as node, grpc.insecure_channel(node.target) as channel:
         stub: Any = steps_pb2_grpc.StepsStub(channel)  # type: ignore[no-untyped-call]
         with pytest.raises(grpc.RpcError) as caught:

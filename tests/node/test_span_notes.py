@@ -19,7 +19,7 @@ def leases_of(count: int) -> list[Lease]:
     return [Lease(n, n, b"k" * 32, b"f" * 16, 100, Durability.WRITTEN, 0, 0) for n in range(count)]
 
 
-def test_blocks_that_land_one_by_one_are_a_bounded_number_of_spans() -> None:
+def test_blocks_landing_one_by_one_make_a_bounded_number_of_spans() -> None:
     kept, clock = Kept(of_node=True), FakeClock()
     spans, leases = NodeSpans(kept.provider, clock), leases_of(100)
     spans.leased(PARENT, clock.monotonic_ns(), leases, Durability.WRITTEN)
@@ -39,7 +39,7 @@ def test_blocks_that_land_one_by_one_are_a_bounded_number_of_spans() -> None:
     assert writes[-1].end_time == put.end_time
 
 
-def test_a_lease_that_expires_and_is_given_back_later_ends_once() -> None:
+def test_a_lease_that_expires_and_is_returned_later_ends_once() -> None:
     kept, clock = Kept(of_node=True), FakeClock()
     spans, leases = NodeSpans(kept.provider, clock), leases_of(2)
     spans.leased(PARENT, clock.monotonic_ns(), [*leases, None], Durability.WRITTEN)
@@ -54,7 +54,7 @@ def test_a_lease_that_expires_and_is_given_back_later_ends_once() -> None:
     assert "kvstore.blocks.given_back" not in said
 
 
-def test_a_node_begins_no_trace_of_its_own() -> None:
+def test_a_node_starts_no_trace_of_its_own() -> None:
     collector = Collector("http://127.0.0.1:9", "a node", FakeClock())
     assert not collector.spans._tracer.start_span("of nobody").is_recording()
     collector.close()

@@ -30,7 +30,7 @@ LOOKED_S = 1.0
 TRIES_MAX = 200  # of which a node made tens of thousands
 
 
-def test_a_client_that_cannot_be_reached_is_tried_now_and_then_and_detached(
+def test_an_unreachable_client_is_retried_now_and_then_and_detached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stalled, "STALLED_MS", LOOKED_S * 1000)

@@ -95,7 +95,7 @@ def test_a_call_of_many_blocks_waits_for_its_tenants_turn(
         ("fetches.enqueue", lambda one: one.get(others(one))),
     ],
 )
-def test_a_call_of_many_blocks_lets_others_work_between_steps(
+def test_a_call_of_many_blocks_lets_others_run_between_steps(
     node: NodeInProcess, client: Client, part: str, call: Callable[[Client], Any]
 ) -> None:
     at: list[int] = []
@@ -129,10 +129,10 @@ def test_a_call_of_many_blocks_lets_others_work_between_steps(
     assert max(map(at.count, set(at))) <= 2 * step  # the first of a stream wait for no turn
 
 
-def test_an_erasure_that_finds_nothing_lets_others_work_between_its_looks(
+def test_an_erasure_that_finds_nothing_lets_others_run_between_its_searches(
     node: NodeInProcess, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user who has nothing is looked for among all blocks of the tenant."""
+    """A user without data is searched for among all blocks of the tenant."""
     monkeypatch.setattr("kvstore.storage.drive.ERASE_LOOK_BLOCKS", 20)
     begun: list[int] = []
 
@@ -150,7 +150,7 @@ def test_an_erasure_that_finds_nothing_lets_others_work_between_its_looks(
     assert len(begun) >= len(KEYS) // 20
 
 
-def test_a_prefetch_of_many_blocks_looks_at_few_in_a_turn(
+def test_a_prefetch_of_many_blocks_examines_few_in_a_turn(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[int] = []
@@ -166,7 +166,7 @@ def test_a_prefetch_of_many_blocks_looks_at_few_in_a_turn(
     assert max(looked) == TURN_STEP_BLOCKS
 
 
-def test_a_prefetch_of_what_is_in_memory_lets_others_work_between_its_rounds(
+def test_a_prefetch_of_blocks_in_memory_lets_others_run_between_its_rounds(
     node: NodeInProcess, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not client.prefetch(KEYS).unread
@@ -192,8 +192,8 @@ def test_a_prefetch_of_what_is_in_memory_lets_others_work_between_its_rounds(
     assert sum(rounds) == len(KEYS)
 
 
-def test_questions_about_services_wait_for_their_tenants_turn(node: NodeInProcess) -> None:
-    """One stream may ask without end, and so each question waits."""
+def test_reflection_requests_wait_for_their_tenants_turn(node: NodeInProcess) -> None:
+    """One stream may send any number of requests, so each one waits."""
     question = reflection_pb2.ServerReflectionRequest(list_services="")
     asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with grpc.insecure_channel(node.target) as channel, ThreadPoolExecutor(1) as pool:
@@ -213,8 +213,10 @@ def test_questions_about_services_wait_for_their_tenants_turn(node: NodeInProces
         asked.put(None)
 
 
-def test_a_tenants_pages_are_made_one_at_a_time(node: NodeInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes them is another thread, which takes as much from the node's as a call does."""
+def test_a_tenants_pages_are_rendered_one_at_a_time(
+    node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread renders them, which takes as much from the node's thread as a call."""
     at_once, most = 0, 0
 
     def rendered(_: object) -> bytes:
@@ -238,7 +240,7 @@ def test_a_tenants_pages_are_made_one_at_a_time(node: NodeInProcess, monkeypatch
     assert most == 1
 
 
-def test_a_stream_of_gets_from_memory_lets_others_work_between_steps(
+def test_a_stream_of_gets_from_memory_lets_others_run_between_steps(
     node: NodeInProcess, client: Client
 ) -> None:
     assert len(list(client.get_many_inline([(key, len(key)) for key in KEYS]))) == len(KEYS)
@@ -271,7 +273,7 @@ def test_a_stream_of_gets_from_memory_lets_others_work_between_steps(
     assert max(map(at.count, set(at))) <= TURN_STEP_BLOCKS + BATCH_READS_AHEAD
 
 
-def test_a_call_that_has_no_steps_waits_until_its_tenant_has_rested(node: NodeInProcess) -> None:
+def test_a_call_without_steps_waits_until_its_tenant_has_paused(node: NodeInProcess) -> None:
     def requests() -> Iterator[pb.AttachRequest]:
         yield pb.AttachRequest(
             block_bytes_max=4096,
@@ -307,7 +309,7 @@ def test_a_call_that_has_no_steps_waits_until_its_tenant_has_rested(node: NodeIn
 
 
 def test_slots_are_leased_in_steps_and_all_or_none(node: NodeInProcess) -> None:
-    """A block that can't be put comes in the last step: what the steps before have leased is free again."""
+    """An invalid block is in the last step: leases of the earlier steps are released."""
 
     def requests() -> Iterator[pb.AttachRequest]:
         yield pb.AttachRequest(
@@ -342,10 +344,10 @@ def test_slots_are_leased_in_steps_and_all_or_none(node: NodeInProcess) -> None:
         attached.cancel()
 
 
-def test_a_fetch_that_is_cancelled_between_steps_is_over(
+def test_a_fetch_cancelled_between_steps_has_ended(
     node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client has gone after the first step: the look-up waits for nothing that was not queued."""
+    """Its client has left after the first step: the look-up waits for nothing that was not queued."""
     begun, over = threading.Event(), threading.Event()
     steps = connection_calls.in_steps
 

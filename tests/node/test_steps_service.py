@@ -59,9 +59,7 @@ def busy(node: Node, *, is_busy: bool) -> None:
     node.prefetches.pump()
 
 
-def test_a_prefetch_says_what_is_in_memory_what_is_not_and_what_is_gone(
-    here: NodeInProcess, client: Client
-) -> None:
+def test_a_prefetch_reports_blocks_in_memory_pending_and_missing(here: NodeInProcess, client: Client) -> None:
     client.delete([key(3)])
     read = client.prefetch([key(number) for number in range(30)])
     assert read.unread == []
@@ -71,7 +69,7 @@ def test_a_prefetch_says_what_is_in_memory_what_is_not_and_what_is_gone(
     assert client.prefetch([key(5)]).unread == [], "what lies there already counts"
 
 
-def test_a_prefetch_beyond_the_share_says_what_was_left_out(client: Client) -> None:
+def test_a_prefetch_beyond_the_share_reports_the_rest(client: Client) -> None:
     size = 1 << 20
     count = HOT_BYTES // SHARES // size + 2
     keys = [block_key(b"large", bytes([number])) for number in range(count)]
@@ -82,7 +80,7 @@ def test_a_prefetch_beyond_the_share_says_what_was_left_out(client: Client) -> N
     assert not read.missing
 
 
-def test_a_prefetch_that_finds_no_turn_is_answered_in_its_time(
+def test_a_prefetch_that_gets_no_turn_is_answered_by_its_deadline(
     here: NodeInProcess, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps_service, "RPC_TIMEOUT_MS", 50)
@@ -111,7 +109,7 @@ def queued(
     return node.prefetches.queue(wish)
 
 
-def test_as_many_prefetches_as_the_node_takes_and_no_more(here: NodeInProcess, client: Client) -> None:
+def test_prefetches_are_bounded(here: NodeInProcess, client: Client) -> None:
     def fill(node: Node) -> None:
         busy(node, is_busy=True)
         for number in range(PREFETCHES_MAX // SHARES):
@@ -127,14 +125,14 @@ def test_as_many_prefetches_as_the_node_takes_and_no_more(here: NodeInProcess, c
     assert client.prefetch([key(19)]).unread == []
 
 
-def test_a_prefetch_of_a_session_has_a_bound(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or one call would have everybody wait until tens of thousands of blocks are queued."""
+def test_a_prefetch_of_a_session_is_bounded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise one call would make everybody wait until tens of thousands of blocks are queued."""
     monkeypatch.setattr("kvstore.node.prefetch.PREFETCH_BLOCKS_MAX", 3)
     client.session("user", "chat").append([key(number) for number in range(5)], 16)
     assert client.session("user", "chat").prefetch() == 3
 
 
-def test_a_prefetch_asked_for_again_before_it_is_done_ends_the_first_asking(
+def test_a_prefetch_requested_again_before_it_is_done_ends_the_first_request(
     here: NodeInProcess, client: Client
 ) -> None:
     first: list[Prefetched] = []
@@ -158,7 +156,7 @@ def test_a_prefetch_asked_for_again_before_it_is_done_ends_the_first_asking(
     assert len(first) == 2, "each is told once"
 
 
-def test_each_call_is_refused_when_it_names_too_much_or_nothing(here: NodeInProcess) -> None:
+def test_calls_that_name_too_much_or_nothing_are_refused(here: NodeInProcess) -> None:
     name = sessions_pb2.SessionName(user="u" * 129, session="s")
     bad: dict[str, list[Any]] = {
         "PrefetchBlocks": [
@@ -178,7 +176,7 @@ def test_each_call_is_refused_when_it_names_too_much_or_nothing(here: NodeInProc
                 assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_node_that_does_not_answer_costs_each_call_its_deadline_and_a_report_nothing_else(
+def test_an_unresponsive_node_costs_each_call_its_deadline_and_a_report_nothing(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_client(node.target) as client:

@@ -73,7 +73,7 @@ def by_certificate(tenants: Tenants, *hosts: bytes, common: bytes = b"node", oth
     return tenants.caller([], {kind: names for kind, names in told.items() if names})
 
 
-def test_a_token_proves_one_tenant_and_no_other(tenants: Tenants) -> None:
+def test_a_token_identifies_one_tenant_and_no_other(tenants: Tenants) -> None:
     for token in ("acme-1", "acme-2"):
         assert by_token(tenants, token).tenant("").name == "acme"
         assert by_token(tenants, token, "bearer").tenant("acme").name == "acme"
@@ -87,7 +87,7 @@ def test_a_token_proves_one_tenant_and_no_other(tenants: Tenants) -> None:
         by_token(tenants, token_digest("acme-1"))  # what stands in the file is of no use to whoever reads it
 
 
-def test_a_certificate_identifies_the_tenant_with_its_name(tenants: Tenants) -> None:
+def test_a_certificate_identifies_the_tenant_by_its_name(tenants: Tenants) -> None:
     assert by_certificate(tenants, b"other", b"engine.zeta").tenant("").name == "zeta"
     assert by_certificate(tenants, common=b"engine.zeta").tenant("").name == "zeta"
     for names in ((b"acme",), (b"engine",), (b"\xff",)):
@@ -95,8 +95,8 @@ def test_a_certificate_identifies_the_tenant_with_its_name(tenants: Tenants) -> 
             by_certificate(tenants, *names)
 
 
-def test_a_name_that_is_no_hosts_proves_nothing(tenants: Tenants) -> None:
-    """An address for mail or a URI among the alternative names, or a common name beside alternative ones."""
+def test_a_certificate_name_that_is_not_a_host_identifies_nobody(tenants: Tenants) -> None:
+    """A mail address or a URI among the alternative names, or a common name beside alternative ones."""
     with pytest.raises(NotAuthenticated):
         by_certificate(tenants, other=b"engine.zeta")
     for more in ({"hosts": [b"other"]}, {"hosts": [], "other": b"spiffe://x/engine.zeta"}):
@@ -104,12 +104,12 @@ def test_a_name_that_is_no_hosts_proves_nothing(tenants: Tenants) -> None:
             by_certificate(tenants, *more["hosts"], common=b"engine.zeta", other=more.get("other", b""))  # type: ignore[arg-type]
 
 
-def test_a_bad_token_is_not_made_good_by_a_certificate(tenants: Tenants) -> None:
+def test_a_certificate_does_not_make_up_for_an_invalid_token(tenants: Tenants) -> None:
     with pytest.raises(NotAuthenticated):
         tenants.caller([("authorization", "Bearer no")], {"x509_common_name": [b"engine.zeta"]})
 
 
-def test_an_open_node_believes_any_claimed_tenant(clock: HeldClock) -> None:
+def test_an_open_node_accepts_any_claimed_tenant(clock: HeldClock) -> None:
     tenants = Tenants(SALT, clock)
     assert tenants.is_open
     assert by_token(tenants, "whatever").tenant("").name == "default"
@@ -118,7 +118,7 @@ def test_an_open_node_believes_any_claimed_tenant(clock: HeldClock) -> None:
         by_token(tenants, "whatever").tenant("a/b")
 
 
-def test_names_made_up_on_an_open_node_are_forgotten_again_and_come_back_the_same(clock: HeldClock) -> None:
+def test_made_up_names_on_an_open_node_are_forgotten_and_map_to_the_same_ids_again(clock: HeldClock) -> None:
     tenants = Tenants(SALT, clock)
     first = tenants.named("t0").id
     for number in range(TENANTS_MAX + 10):
@@ -127,14 +127,14 @@ def test_names_made_up_on_an_open_node_are_forgotten_again_and_come_back_the_sam
     assert tenants.named("t0").id == first
 
 
-def test_the_names_on_the_drive_differ_from_tenant_to_tenant_and_from_store_to_store(
+def test_names_on_the_drive_differ_by_tenant_and_by_store(
     clock: HeldClock,
 ) -> None:
     ids = {Tenants(salt, clock).named(name).id for salt in (b"a", b"b") for name in ("acme", "zeta")}
     assert len(ids) == 4
 
 
-def test_a_file_read_again_counts_from_then_on(tenants: Tenants, tmp_path: Path) -> None:
+def test_a_reloaded_file_takes_effect(tenants: Tenants, tmp_path: Path) -> None:
     acme = by_token(tenants, "acme-1").tenant("")
     acme.rate.take(1000)
     with pytest.raises(Overloaded):
@@ -175,7 +175,7 @@ GOOD = f'tokens_sha256 = ["{token_digest("x")}"]\n'
         ("[a]\ncertificates = ['n']\n[b]\ncertificates = ['n']", "also belongs to another tenant"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_refused_and_changes_nothing(
+def test_an_unusable_file_is_refused_and_changes_nothing(
     tenants: Tenants, tmp_path: Path, text: str, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
@@ -184,12 +184,12 @@ def test_a_file_that_cannot_be_used_is_refused_and_changes_nothing(
     assert by_certificate(tenants, b"engine.zeta").tenant("").name == "zeta"
 
 
-def test_a_file_that_is_not_there_is_told_by_name(tenants: Tenants, tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tenants: Tenants, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere.toml could not be read: No such file"):
         tenants.load(tmp_path / "nowhere.toml")
 
 
-def test_a_rate_lets_through_what_it_says_and_one_second_more(clock: HeldClock) -> None:
+def test_a_rate_allows_its_number_and_one_second_more(clock: HeldClock) -> None:
     rate = Rate(clock, 100)
     through = 0
     for _ in range(500):  # five seconds in steps of ten milliseconds, three requests each
@@ -215,7 +215,7 @@ def test_a_refused_call_costs_nothing_and_passes_at_the_announced_time(clock: He
     rate.take(5)
 
 
-def test_more_than_the_bucket_holds_is_let_through_when_it_is_full_and_paid_for_afterwards(
+def test_a_call_larger_than_the_bucket_passes_when_it_is_full_and_is_paid_for_afterwards(
     clock: HeldClock,
 ) -> None:
     rate = Rate(clock, 10)
@@ -227,7 +227,7 @@ def test_more_than_the_bucket_holds_is_let_through_when_it_is_full_and_paid_for_
     rate.take(1)
 
 
-def test_no_limit_is_no_limit(clock: HeldClock) -> None:
+def test_no_limit_is_unlimited(clock: HeldClock) -> None:
     rate = Rate(clock, 0)
     for _ in range(10):
         rate.take(10**9)
@@ -237,7 +237,7 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_audit_log_has_accepted_callers_and_a_bounded_number_of_refusals(
+def test_the_audit_log_records_accepted_callers_and_a_bounded_number_of_refusals(
     clock: HeldClock, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit.jsonl"
@@ -268,7 +268,7 @@ def test_the_audit_log_has_accepted_callers_and_a_bounded_number_of_refusals(
     assert len(lines(path)) == AUDIT_LINES_OF_ONE_PER_S + 4, "a log is gone on with"
 
 
-def test_a_caller_that_fills_the_audit_log_hides_no_others_lines(clock: HeldClock, tmp_path: Path) -> None:
+def test_a_caller_that_fills_the_audit_log_hides_no_lines_of_others(clock: HeldClock, tmp_path: Path) -> None:
     with Audit(clock, path := tmp_path / "audit.jsonl") as audit:
         for port in range(1000):
             audit.refused("get", tenant="", peer=f"ipv4:6.6.6.6:{port}", why="no")
@@ -298,7 +298,7 @@ def test_a_caller_that_fills_the_audit_log_hides_no_others_lines(clock: HeldCloc
 
 
 @pytest.mark.parametrize("peer", ["ipv6:%5Bfd00::{:x}%5D:1", "http:fd00::{:x}:80", "ipv4:1.2.3.4:{}"])
-def test_a_source_has_as_many_lines_from_all_its_addresses(
+def test_the_lines_of_a_source_are_bounded_over_all_its_addresses(
     clock: HeldClock, tmp_path: Path, peer: str
 ) -> None:
     with Audit(clock, path := tmp_path / "audit.jsonl") as audit:
@@ -307,7 +307,9 @@ def test_a_source_has_as_many_lines_from_all_its_addresses(
     assert len(lines(path)) == AUDIT_LINES_OF_ONE_PER_S
 
 
-def test_clients_that_come_and_go_fill_no_drive_and_hide_nothing(clock: HeldClock, tmp_path: Path) -> None:
+def test_clients_that_connect_and_leave_fill_no_drive_and_hide_nothing(
+    clock: HeldClock, tmp_path: Path
+) -> None:
     with Audit(clock, path := tmp_path / "audit.jsonl") as audit:
         for number in range(1000):
             audit.connected("attach", tenant=f"evil {number % 10}", peer="p", connection=number)
@@ -321,7 +323,9 @@ def test_clients_that_come_and_go_fill_no_drive_and_hide_nothing(clock: HeldCloc
     assert (told[-3]["tenant"], told[-2]["what"], told[-1]["what"]) == ("acme", "get", "detach")
 
 
-def test_the_audit_log_has_room_for_so_many_receipts_of_a_tenant(clock: HeldClock, tmp_path: Path) -> None:
+def test_the_audit_log_has_room_for_a_number_of_receipts_of_each_tenant(
+    clock: HeldClock, tmp_path: Path
+) -> None:
     with Audit(clock, tmp_path / "audit.jsonl") as audit:
         for _ in range(AUDIT_LINES_OF_ONE_PER_S):
             assert audit.has_room("evil")
@@ -333,7 +337,7 @@ def test_the_audit_log_has_room_for_so_many_receipts_of_a_tenant(clock: HeldCloc
         assert all(nowhere.has_room("evil") for _ in range(2 * AUDIT_LINES_PER_S))
 
 
-def test_an_audit_log_that_cannot_be_written_is_told_at_the_start_and_stops_nothing_later(
+def test_an_unwritable_audit_log_is_reported_at_the_start_and_stops_nothing_later(
     clock: HeldClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError, match="can't be written"):

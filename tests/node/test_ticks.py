@@ -74,7 +74,7 @@ def test_pending_deadlines_keep_ticks_frequent(what: str) -> None:
     assert asyncio.run(run()) > 6
 
 
-def test_a_block_that_is_put_into_an_idle_node_expires_in_time(
+def test_a_block_put_into_an_idle_node_expires_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {

@@ -46,8 +46,8 @@ async def work(
             clock.now_ns += took_ms * MS
 
 
-def test_tenants_take_turns_by_the_time_they_have_had() -> None:
-    """One has four calls of long steps and one a single call of short ones: the second is not behind the first."""
+def test_tenants_take_turns_by_the_time_they_have_used() -> None:
+    """One has four calls of long steps, the other one call of short ones, which is not served last."""
     clock, order = Clock(), list[bytes]()
     turns = Turns(clock)
 
@@ -60,7 +60,7 @@ def test_tenants_take_turns_by_the_time_they_have_had() -> None:
     assert max(at for at, tenant in enumerate(order) if tenant == b"modest") <= 15
 
 
-def test_beside_others_a_step_is_followed_by_as_much_time_for_them() -> None:
+def test_with_others_a_step_is_followed_by_as_much_time_for_them() -> None:
     clock, paused = Clock(), list[float]()
     turns = Turns(clock)
 
@@ -86,7 +86,7 @@ def test_beside_others_a_step_is_followed_by_as_much_time_for_them() -> None:
     assert [one for one in paused if one < 1] == [0, 0, 0.005, 0.005, 0, 0]
 
 
-def test_a_call_that_was_given_up_delays_no_other() -> None:
+def test_an_abandoned_call_delays_no_other() -> None:
     clock, order = Clock(), list[bytes]()
     turns = Turns(clock)
 
@@ -157,7 +157,7 @@ def test_single_and_slow_blocks_delay_no_other() -> None:
     run(done)
 
 
-def test_a_tenants_long_calls_run_one_at_a_time_and_rest_as_long_while_others_call() -> None:
+def test_a_tenants_long_calls_run_one_at_a_time_and_pause_as_long_while_others_call() -> None:
     clock = Clock()
     turns = Turns(clock)
 
@@ -184,7 +184,7 @@ def test_a_tenants_long_calls_run_one_at_a_time_and_rest_as_long_while_others_ca
     run(done)
 
 
-def test_a_tenant_with_much_work_done_pauses_while_others_call() -> None:
+def test_a_tenant_that_used_much_time_pauses_while_others_call() -> None:
     clock = Clock()
     turns = Turns(clock)
     turns.heard(b"other")
@@ -203,8 +203,8 @@ def test_a_tenant_with_much_work_done_pauses_while_others_call() -> None:
     assert turns.rests_s() == 0
 
 
-def test_a_rest_that_is_over_does_not_hide_a_later_one() -> None:
-    """Of a tenant that has not called since, which nobody asks about."""
+def test_an_expired_pause_does_not_hide_a_later_one() -> None:
+    """Of a tenant that has not called since, which nothing checks."""
     clock = Clock()
     turns = Turns(clock)
     for tenant in (b"gone", b"other"):
@@ -247,7 +247,7 @@ def test_a_repeated_task_runs_once_at_the_earliest_requested_time() -> None:
     run(ask)
 
 
-def test_a_call_without_steps_waits_until_its_tenant_has_rested() -> None:
+def test_a_call_without_steps_waits_until_its_tenant_has_paused() -> None:
     async def done() -> None:
         turns = Turns(SystemClock())
         turns.heard(b"other")

@@ -44,7 +44,7 @@ class House:
         return list(self.timings.puts.values())
 
 
-def test_a_flag_reported_after_its_put_stays_in_its_row_though_the_trace_is_trimmed() -> None:
+def test_a_flag_reported_after_its_put_stays_in_its_row_even_if_the_trace_is_trimmed() -> None:
     house = House()
     house.kept(1_000 * MS)
     house.fired(998 * MS)
@@ -61,7 +61,7 @@ def test_a_flag_reported_before_its_put_landed_waits_for_the_row() -> None:
     assert house.rows[0].flag_ns == 998 * MS
 
 
-def test_each_put_takes_as_many_blocks_flags_as_it_has_blocks() -> None:
+def test_each_put_takes_as_many_flags_as_it_has_blocks() -> None:
     house = House()
     house.kept(1_000 * MS, blocks=3)
     house.kept(1_500 * MS, blocks=2)
@@ -79,7 +79,7 @@ def test_the_flag_of_another_put_is_ignored() -> None:
     assert house.rows[0].flag_ns == 0
 
 
-def test_blocks_that_failed_have_a_row_with_the_reason() -> None:
+def test_failed_blocks_have_a_row_with_the_reason() -> None:
     house = House()
     house.timings.lease_failed(ONE, house.lease(1_000 * MS), NoSpace("full"))
     house.timings.lease_failed(ONE, house.lease(0, leased_ns=2_000 * MS), LeaseExpired("over"))
@@ -93,14 +93,14 @@ def test_blocks_that_failed_have_a_row_with_the_reason() -> None:
     assert sum(row.failed for row in house.rows) == house.timings.counters.puts_failed == 4
 
 
-def test_blocks_of_one_put_of_which_some_failed_are_one_row() -> None:
+def test_blocks_of_one_put_with_failures_are_one_row() -> None:
     house = House()
     house.kept(1_000 * MS, blocks=2)
     house.timings.lease_failed(ONE, house.lease(1_000 * MS), NoSpace("full"))
     assert [(row.blocks, row.failed) for row in house.rows] == [(2, 1)]
 
 
-def test_a_put_without_a_session_begins_at_the_flags_that_came_with_its_blocks() -> None:
+def test_a_put_without_a_session_begins_at_the_flags_that_arrived_with_its_blocks() -> None:
     house = House()
     leases = [house.lease(1_000 * MS, trace=None, flag_ns=at_ns * MS) for at_ns in (998, 996)]
     house.timings.leases_kept(ONE, Durability.WRITTEN, leases, 1_001 * MS)
@@ -108,7 +108,7 @@ def test_a_put_without_a_session_begins_at_the_flags_that_came_with_its_blocks()
     assert house.timings.fired.count == 2
 
 
-def test_a_flag_that_came_with_a_block_long_before_it_landed_is_not_believed() -> None:
+def test_a_flag_time_long_before_its_block_landed_is_ignored() -> None:
     house = House()
     leases = [house.lease((RPC_TIMEOUT_MS + 1) * MS, trace=None, flag_ns=MS)]
     house.timings.leases_kept(ONE, Durability.WRITTEN, leases, (RPC_TIMEOUT_MS + 2) * MS)

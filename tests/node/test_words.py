@@ -56,7 +56,7 @@ def burn(node: NodeInProcess, *kinds: StorageError) -> None:
 def test_a_client_that_returns_an_expired_lease_learns_that_it_expired(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
-    """Its word has been put then, and is waited for."""
+    """Its word has been written then, and is awaited."""
     link = link_of(rig)
     free = len(link._free_words)
     ended = rig.client.reserve([rig.block(0)], lease_ms=10)
@@ -76,7 +76,7 @@ def test_a_client_that_returns_an_expired_lease_learns_that_it_expired(
     assert len(set(link._free_words)) == free
 
 
-def test_a_block_that_landed_and_was_not_kept_puts_no_second_word(
+def test_a_landed_block_that_was_not_stored_writes_no_second_word(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     """`landed` was the last word that its client waited for."""
@@ -127,7 +127,7 @@ def test_the_reason_of_a_failed_put_reaches_its_client(node: NodeInProcess, rig:
     assert not connection._failures  # each is told once
 
 
-def test_a_put_that_failed_ends_with_its_code_where_the_node_says_no_more(
+def test_a_failed_put_ends_with_its_code_if_the_node_reports_no_more(
     node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     burn(node, *ERRORS)
@@ -139,7 +139,7 @@ def test_a_put_that_failed_ends_with_its_code_where_the_node_says_no_more(
         assert "code" not in str(error)
 
 
-def test_the_source_of_a_put_that_failed_is_free_before_the_words_have_come(
+def test_the_source_of_a_failed_put_is_free_before_its_words_arrive(
     node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     burn(node, *ERRORS)
@@ -163,7 +163,7 @@ def test_the_source_of_a_put_that_failed_is_free_before_the_words_have_come(
     assert rig.client._core.link is link
 
 
-def test_a_put_that_failed_as_its_link_was_lost_ends_with_what_its_code_said(
+def test_a_put_that_failed_as_its_link_was_lost_ends_with_its_code(
     node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     burn(node, *ERRORS)
@@ -180,7 +180,7 @@ def test_a_put_that_failed_as_its_link_was_lost_ends_with_what_its_code_said(
     assert type(result.error) is StorageError
 
 
-def test_a_node_remembers_as_many_failures_as_puts_may_be_under_way(
+def test_a_node_remembers_as_many_failures_as_puts_may_be_in_flight(
     node: NodeInProcess, rig: ClientWithBuffers
 ) -> None:
     """For a client that never asks."""

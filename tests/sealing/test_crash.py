@@ -107,7 +107,7 @@ def check(ring: Keyring, change: Change, before: dict[Name, bytes | None], *, ac
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_stop_at_any_step_leaves_each_key_old_or_new(what: str) -> None:
+def test_after_a_stop_at_any_step_each_key_is_old_or_new(what: str) -> None:
     change = CHANGES[what]
     image, before = prepared()
     total = steps_of(change, image)
@@ -146,7 +146,7 @@ def test_a_stop_at_any_step_leaves_each_key_old_or_new(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["ensure", "ensure what was erased"])
-def test_a_key_that_a_killed_process_wrote_is_durable_before_the_next_one_gives_it(what: str) -> None:
+def test_a_key_written_by_a_killed_process_is_durable_before_the_next_one_uses_it(what: str) -> None:
     change = CHANGES[what]
     image, _ = prepared()
     chance = random.Random(what)
@@ -168,8 +168,8 @@ def test_a_key_that_a_killed_process_wrote_is_durable_before_the_next_one_gives_
 
 
 @pytest.mark.parametrize("meanwhile", ["ensure", "erase", "erase a tenant", "rotate the master"])
-def test_other_changes_during_a_rotation_that_was_cut_off(meanwhile: str) -> None:
-    """A tenant that has two keys can do all that others can, and is rotated to the end afterwards."""
+def test_other_changes_during_an_interrupted_rotation(meanwhile: str) -> None:
+    """A tenant with two keys can do all that others can, and its rotation is finished afterwards."""
     rotate, change = CHANGES["rotate a tenant"], CHANGES[meanwhile]
     image, before = prepared()
     chance = random.Random(meanwhile)
@@ -209,7 +209,7 @@ def stopped(what: str, image: bytes, chance: random.Random) -> list[bytes]:
     return left
 
 
-def test_a_rotation_of_the_master_key_that_was_cut_off_leaves_one_copy_of_each_key() -> None:
+def test_an_interrupted_rotation_of_the_master_key_leaves_one_copy_of_each_key() -> None:
     image, _ = prepared()
     live = opened(image, slots_max=SLOTS_MAX).status().live
     counts = set()
@@ -221,8 +221,8 @@ def test_a_rotation_of_the_master_key_that_was_cut_off_leaves_one_copy_of_each_k
     assert max(counts) > live  # some had twins
 
 
-def test_an_erasure_of_a_tenant_that_was_cut_off_is_finished_by_the_next_opening() -> None:
-    """As soon as its own key is gone; its domains' keys are overwritten as well."""
+def test_an_interrupted_erasure_of_a_tenant_is_finished_by_the_next_opening() -> None:
+    """As soon as its own key is destroyed; its domains' keys are overwritten as well."""
     image, before = prepared()
     seen = set()
     for left in stopped("erase a tenant", image, random.Random(1)):
@@ -243,7 +243,7 @@ def test_an_erasure_of_a_tenant_that_was_cut_off_is_finished_by_the_next_opening
 
 
 def test_an_erasure_is_durable_before_it_is_acknowledged() -> None:
-    """Whatever of the file's sectors the drive has after a power loss, none has the key."""
+    """Whatever sectors of the file the drive has after a power loss, none has the key."""
     image, _ = prepared()
     chance = random.Random(1)
     for act, names in (
@@ -261,7 +261,7 @@ def test_an_erasure_is_durable_before_it_is_acknowledged() -> None:
             assert not [one for one in sealed if one in left]
 
 
-def test_a_stop_while_a_keyring_is_made_leaves_none_or_a_whole_one(
+def test_an_interrupted_creation_leaves_no_keyring_or_a_complete_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = keyring_path(tmp_path)

@@ -130,7 +130,7 @@ def test_a_new_index_loses_no_block_of_a_damaged_slot(rig: Ring, how: str) -> No
         assert is_there(rig, number)
 
 
-def test_a_killed_node_keeps_its_index_beside_a_damaged_slot(rig: Ring) -> None:
+def test_a_killed_node_keeps_its_index_despite_a_damaged_slot(rig: Ring) -> None:
     rig.open()
     assert rig.put(4, PAYLOAD, domain=OTHER).error is None
     killed(rig)
@@ -171,7 +171,7 @@ def test_fsck_repairs_nothing_that_would_lose_them(rig: Ring, how: str, index: s
         assert is_there(rig, number)
 
 
-def test_damaged_slots_are_given_up_once_it_was_said(rig: Ring, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_slots_are_given_up_once_confirmed(rig: Ring, capsys: pytest.CaptureFixture[str]) -> None:
     damaged_store(rig, "a bad CRC")
     without_index(rig)
     assert command(rig, "accept-keyring") == 3
@@ -229,7 +229,7 @@ def test_a_block_without_a_key_in_an_older_copy_is_not_erased(
     assert is_there(rig, 2)
 
 
-def test_a_session_whose_key_an_older_copy_lacks_is_not_taken_for_erased(
+def test_a_session_whose_key_an_older_copy_lacks_is_not_treated_as_erased(
     rig: Ring, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its record has its user's key, which no block has."""
@@ -269,7 +269,7 @@ def test_swapped_slots_are_reported_as_damaged(rig: Ring) -> None:
     master.close()
 
 
-def test_a_keyring_that_others_could_read_is_kept_from_them_and_that_is_said(
+def test_a_keyring_readable_by_others_is_made_private_and_that_is_logged(
     rig: Ring,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

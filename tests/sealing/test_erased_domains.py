@@ -32,7 +32,7 @@ def key(number: int, domain: bytes = b"") -> bytes:
     return in_domain(block_key(number.to_bytes(4)), domain)
 
 
-def test_a_key_fits_the_domain_that_it_was_made_for_and_no_other() -> None:
+def test_a_key_fits_only_the_domain_that_it_was_made_for() -> None:
     for domain in (ADA, BOB):
         assert fits_domain(key(1, domain), domain)
         assert not fits_domain(key(1, domain), EVE)
@@ -50,7 +50,7 @@ def test_the_c_core_gives_domains_the_same_tags() -> None:
     assert len(set(tags.tolist())) == len(domains)
 
 
-def test_a_keyring_knows_of_every_erased_domain_until_it_is_in_use_again(tmp_path: Path) -> None:
+def test_a_keyring_remembers_every_erased_domain_until_it_is_used_again(tmp_path: Path) -> None:
     path, clock = keyring_path(tmp_path), FakeClock()
     Keyring.create(path, master(), STORE, clock)
     domains = [domain_of(f"user {number}") for number in range(MANY)]
@@ -77,8 +77,8 @@ def test_a_keyring_knows_of_every_erased_domain_until_it_is_in_use_again(tmp_pat
         assert erased(ring) == [*[clock.now_ms] * 2, *[at_ms] * (MANY - 2)]
 
 
-def test_two_domains_of_one_tag_are_two_domains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tag has 48 bits, so somebody can look for a name that has the tag of another."""
+def test_two_domains_with_one_tag_are_two_domains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tag has 48 bits, so a name with the tag of another can be searched for."""
     monkeypatch.setattr("kvstore.sealing.slot_table.domain_tag", lambda _: bytes(6))
     monkeypatch.setattr(wrapped_keys, "domain_tags", lambda domains: bytearray(len(domains) // 2))
     path = keyring_path(tmp_path)
@@ -97,7 +97,7 @@ def test_two_domains_of_one_tag_are_two_domains(tmp_path: Path, monkeypatch: pyt
         assert ring.erased_ms(ACME, bytes(6)) is None, "one of them is in use"
 
 
-def test_any_number_of_unknown_keys_costs_one_look_for_each_domain(
+def test_any_number_of_unknown_keys_costs_one_look_up_per_domain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = opened(tmp_path)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_slot_that_was_overwritten_is_used_again_and_its_key_stays_erased() -> None:
+def test_an_overwritten_slot_is_reused_and_its_key_stays_erased() -> None:
     keyring, file = new_keyring()
     one, _ = keyring.ensure(users(1, 2))
     for lost, give_up in (
@@ -41,7 +41,7 @@ def test_a_slot_that_was_overwritten_is_used_again_and_its_key_stays_erased() ->
             assert after.by_number(one.number, one.id) is None
 
 
-def test_an_erasure_spares_slots_that_are_lost_and_names_them() -> None:
+def test_an_erasure_spares_lost_slots_and_names_them() -> None:
     keyring, file = new_keyring()
     one, two = keyring.ensure(users(1, 2))
     image = bytearray(file.durable)
@@ -105,7 +105,7 @@ def without_marks(image: bytes) -> bytes:
     return bytes(header.ljust(4096, b"\0") * 2 + b"".join(rows))
 
 
-def test_a_keyring_without_marks_gets_them_whatever_stops_it(tmp_path: Path) -> None:
+def test_a_keyring_without_marks_gets_them_despite_any_interruption(tmp_path: Path) -> None:
     keyring, file = new_keyring()
     names = users(*range(40))
     keyring.ensure(names)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_key_is_the_same_after_opening_again_and_others_differ(tmp_path: Path) -> None:
+def test_a_key_is_the_same_after_reopening_and_others_differ(tmp_path: Path) -> None:
     path = keyring_path(tmp_path)
     Keyring.create(path, master(), STORE)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -90,7 +90,7 @@ def test_many_domains_are_found_by_name_and_number(monkeypatch: pytest.MonkeyPat
     assert keys_of(opened(bytes(file.durable)), names) == keys
 
 
-def test_an_erased_key_is_gone_and_the_domain_gets_another() -> None:
+def test_an_erased_key_is_destroyed_and_the_domain_gets_another() -> None:
     keyring, file = new_keyring()
     one, two = keyring.ensure(users(1, 2))
     before = bytes(file.durable)
@@ -192,7 +192,7 @@ def test_unsealed_keys_of_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "changed", ["store", "number", "id", "tenant", "domain", "time", "purpose", "wrapped", "tag"]
 )
-def test_a_wrapped_key_is_bound_to_its_place_and_all_that_is_said_of_it(changed: str) -> None:
+def test_a_wrapped_key_is_bound_to_its_place_and_all_its_fields(changed: str) -> None:
     slot = slots.Slot(slots.State.LIVE, slots.Kind.DOMAIN, bytes(8), ACME, user(1), 5, bytes(8))
     key, by = bytearray(secrets.token_bytes(32)), bytearray(secrets.token_bytes(32))
     store, number = STORE, 7
@@ -237,7 +237,7 @@ def test_no_nonce_and_no_id_is_used_twice() -> None:
     assert len({key_id for _, key_id in ids}) == len(ids)
 
 
-def test_old_copies_of_the_file_have_what_they_had_and_nothing_later() -> None:
+def test_old_copies_of_the_file_have_their_old_content_and_nothing_later() -> None:
     keyring, file = new_keyring()
     one, two = keyring.ensure(users(1, 2))
     old = bytes(file.durable)
@@ -310,7 +310,7 @@ def test_a_second_name_of_a_keyring_is_not_written_to(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_damaged_header_is_made_good_by_its_copy_and_two_are_an_error() -> None:
+def test_a_damaged_header_is_repaired_from_its_copy_and_two_are_an_error() -> None:
     _, file = new_keyring()
     whole = bytes(file.durable)
     for copy in (0, 4096):
@@ -333,7 +333,7 @@ def test_a_damaged_header_is_made_good_by_its_copy_and_two_are_an_error() -> Non
     assert damaged.now == image[:8] + b"\2" + image[9:4104] + b"\2" + image[4105:]
 
 
-def test_each_flipped_bit_of_a_slot_costs_that_key_alone() -> None:
+def test_each_flipped_bit_of_a_slot_costs_only_that_key() -> None:
     keyring, file = new_keyring()
     one, two = keyring.ensure(users(1, 2))
     whole = bytes(file.durable)
@@ -399,7 +399,9 @@ def test_a_full_keyring_says_so_and_forgets_the_oldest_erased_names_first() -> N
     assert len(ring._slots) == 64
 
 
-def test_a_tenant_has_so_many_keys_at_most_and_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_a_tenants_keys_is_bounded_and_others_have_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("kvstore.sealing.slot_table.KEYRING_TENANT_KEYS_MAX", 5)
     keyring, file = new_keyring()
     keyring.ensure(users(*range(4)))
@@ -426,7 +428,7 @@ def test_a_tenant_has_so_many_keys_at_most_and_others_have_theirs(monkeypatch: p
         keyring.ensure(users(6))
 
 
-def test_slots_of_one_batch_are_all_different_although_a_domain_takes_its_old_one() -> None:
+def test_slots_of_one_batch_are_all_different_even_if_a_domain_takes_its_old_one() -> None:
     keyring, _ = new_keyring(slots_max=32)
     keyring.ensure(users(*range(30)))
     keyring.erase(users(4, 5))
@@ -475,7 +477,7 @@ def test_nothing_more_is_written_after_a_failed_write(what: str) -> None:
     assert keys_of(again, users(1)) == {(ACME, user(1)): bytes(one.key)}
 
 
-def test_a_key_is_given_to_nobody_from_the_start_of_its_erasure() -> None:
+def test_a_key_is_unavailable_from_the_start_of_its_erasure() -> None:
     keyring, file = new_keyring()
     one, two = keyring.ensure(users(1, 2))
     seen: list[object] = []
@@ -528,7 +530,7 @@ def test_one_sync_makes_a_batch_durable_and_known_domains_need_none() -> None:
     assert file.done[before + 2 :] == ["write", "sync"]
 
 
-def test_a_master_key_that_does_not_give_back_what_it_wraps_changes_nothing() -> None:
+def test_a_master_key_that_does_not_unwrap_what_it_wraps_changes_nothing() -> None:
     keyring, file = new_keyring()
     keyring.ensure(users(1))
     before = bytes(file.now)
@@ -580,7 +582,7 @@ def test_readers_get_keys_while_others_are_made_rotated_and_erased() -> None:
     assert wrong == []
 
 
-def test_the_state_is_told_without_any_key_and_while_it_is_open(tmp_path: Path) -> None:
+def test_the_state_is_reported_without_any_key_and_while_it_is_open(tmp_path: Path) -> None:
     path = keyring_path(tmp_path)
     Keyring.create(path, master(), STORE, FakeClock())
     with Keyring.open(path, master(), STORE, FakeClock()) as keyring:

@@ -77,7 +77,7 @@ def test_damage_is_status_3(
     assert "1 damaged" in capsys.readouterr().out
 
 
-def test_swapped_slots_are_damage_to_those_who_have_the_key(
+def test_swapped_slots_are_damage_if_the_key_is_known(
     tmp_path: Path, key: str, keys: dict[Name, bytes | None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert keys

@@ -49,7 +49,7 @@ def log_of(folder: Path, size_bytes: int) -> str:
     return log
 
 
-def test_keys_that_cannot_be_locked_are_said_once(tmp_path: Path) -> None:
+def test_keys_that_cannot_be_locked_are_reported_once(tmp_path: Path) -> None:
     assert log_of(tmp_path, 512 << 10).count(SWAPPED) == 1
     assert SWAPPED not in log_of(tmp_path, 8 << 20)
 
@@ -63,7 +63,7 @@ def test_a_node_that_may_lock_nothing_says_so_in_one_sentence(tmp_path: Path) ->
     assert "may lock (0 KiB); raise ulimit -l" in line
 
 
-def test_the_doctor_tries_it() -> None:
+def test_the_doctor_tries_to_lock_memory() -> None:
     ask = "from kvstore.commands.probes import can_lock_keys; print(can_lock_keys())"
     for size_bytes, said in ((512 << 10, "False"), (8 << 20, "True")):
         done = subprocess.run(

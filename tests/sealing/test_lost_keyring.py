@@ -80,7 +80,7 @@ def is_there(rig: Ring, number: int) -> bool:
 
 @pytest.mark.parametrize("with_key", [True, False])
 @pytest.mark.parametrize("scanned", [True, False])
-def test_a_store_whose_keyring_is_lost_is_not_opened(rig: Ring, *, with_key: bool, scanned: bool) -> None:
+def test_a_store_with_a_lost_keyring_is_not_opened(rig: Ring, *, with_key: bool, scanned: bool) -> None:
     path, option = keyring_path(rig.data), rig.option
     path.rename(rig.data / "away")
     if scanned:
@@ -102,7 +102,7 @@ def test_a_store_whose_keyring_is_lost_is_not_opened(rig: Ring, *, with_key: boo
     assert is_there(rig, 2)
 
 
-def test_status_and_doctor_say_that_a_keyring_is_older_or_lost(
+def test_status_and_doctor_report_that_a_keyring_is_older_or_lost(
     rig: Ring, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = keyring_path(rig.data)
@@ -129,13 +129,13 @@ def test_status_and_doctor_say_that_a_keyring_is_older_or_lost(
     assert is_there(rig, 2)
 
 
-def test_a_master_key_that_is_left_away_is_missed(rig: Ring) -> None:
+def test_a_missing_master_key_option_is_an_error(rig: Ring) -> None:
     rig.option = None
     with pytest.raises(ConfigError, match="give their master key"):
         rig.open()
 
 
-def test_a_new_keyring_takes_the_loss_once_it_was_said(rig: Ring, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_keyring_accepts_the_loss_once_confirmed(rig: Ring, capsys: pytest.CaptureFixture[str]) -> None:
     rig.open()
     for number in range(3, 6):
         assert rig.put(number, PAYLOAD, domain=DOMAIN).error is None
@@ -178,7 +178,7 @@ def test_a_plain_store_has_nothing_to_give_up(
     assert main(["keys", "new-keyring", "--data", str(tmp_path / "no"), "--master-key", str(rig.option)]) == 2
 
 
-def test_an_older_copy_of_the_keyring_is_known_as_such(rig: Ring, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_older_copy_of_the_keyring_is_recognized(rig: Ring, capsys: pytest.CaptureFixture[str]) -> None:
     path = keyring_path(rig.data)
     shutil.copy(path, rig.data / "copy")
     rig.open()
@@ -199,7 +199,7 @@ def test_an_older_copy_of_the_keyring_is_known_as_such(rig: Ring, capsys: pytest
     assert not is_there(rig, 3)
 
 
-def test_a_copy_from_the_last_run_is_older_after_a_clean_stop_too(rig: Ring) -> None:
+def test_a_copy_from_the_last_run_is_older_even_after_a_clean_stop(rig: Ring) -> None:
     rig.open()
     shutil.copy(keyring_path(rig.data), rig.data / "copy")
     rig.store.close()
@@ -208,7 +208,7 @@ def test_a_copy_from_the_last_run_is_older_after_a_clean_stop_too(rig: Ring) -> 
         rig.open()
 
 
-def test_a_copy_from_before_the_last_start_is_older_though_the_node_was_killed(rig: Ring) -> None:
+def test_a_copy_from_before_the_last_start_is_older_even_if_the_node_was_killed(rig: Ring) -> None:
     shutil.copy(keyring_path(rig.data), rig.data / "copy")
     rig.open()
     assert rig.put(3, PAYLOAD, domain=b"of another user.").error is None
@@ -231,7 +231,7 @@ def test_a_killed_node_starts_again(rig: Ring) -> None:
     assert is_there(rig, 3)
 
 
-def test_other_keys_of_the_same_store_are_refused_and_of_another_too(rig: Ring) -> None:
+def test_other_keys_of_the_same_store_and_of_another_are_refused(rig: Ring) -> None:
     path = keyring_path(rig.data)
     store_uuid = drive_of(rig)[16:32]
     path.unlink()
@@ -255,7 +255,7 @@ def test_rotations_keep_what_the_drives_know(rig: Ring, tmp_path: Path) -> None:
     assert is_there(rig, 2)
 
 
-def test_giving_up_may_be_cut_off(rig: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_giving_up_may_be_interrupted(rig: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     keyring_path(rig.data).unlink()
     with monkeypatch.context() as patch:
         patch.setattr("kvstore.storage.giving_up.write_superblock", _stopped)

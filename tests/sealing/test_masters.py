@@ -113,7 +113,7 @@ def test_a_command_prints_it() -> None:
         ("/nonexistent/swordfish-less --for kv", "could not be run"),
     ],
 )
-def test_a_command_that_fails_is_not_quoted(command: str, says: str) -> None:
+def test_a_failing_command_is_not_quoted(command: str, says: str) -> None:
     with pytest.raises(KvError, match=says) as failed:
         open_master(f"command:{command}")
     assert "swordfish" not in str(failed.value).replace("swordfish-less", "")
@@ -189,7 +189,7 @@ def test_an_option_is_checked_without_opening_what_it_names() -> None:
         check_master(option)
 
 
-def test_a_new_master_key_is_its_owners_alone_and_replaces_nothing(tmp_path: Path) -> None:
+def test_a_new_master_key_is_readable_only_by_its_owner_and_replaces_nothing(tmp_path: Path) -> None:
     path = tmp_path / "master.key"
     named = new_master_file(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

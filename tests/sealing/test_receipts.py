@@ -83,7 +83,7 @@ def test_the_digest_covers_all_keys_and_the_line_names_the_first() -> None:
     assert keys_digest(keys[1:]) != said["keys_digest"]
 
 
-def test_a_repeated_erasure_names_its_own_keys_once_and_those_of_before_apart() -> None:
+def test_a_repeated_erasure_names_its_own_keys_once_and_earlier_ones_separately() -> None:
     keyring, file = new_keyring()
     (one,) = keyring.ensure(users(1))
     first = json.loads(receipt(tuple(keyring.erase(users(1)))).line())
@@ -119,7 +119,7 @@ def test_a_repeated_erasure_of_a_tenant_names_no_key_as_its_own() -> None:
     assert again["earlier_key_ids"] == first["key_ids"]
 
 
-def test_without_sealing_nothing_is_said_of_keys() -> None:
+def test_without_encryption_a_receipt_has_no_keys() -> None:
     said = json.loads(receipt((), is_encrypted=False).line())
     assert (said["how"], said["keys"], said["key_ids"], said["keys_digest"]) == ("overwritten", 0, "", "")
     assert "clear_bytes" not in said

@@ -91,7 +91,7 @@ def reachable(file: Memory, masters: list[LocalMaster]) -> set[bytes]:
 
 
 @pytest.mark.parametrize("rotates", ["tenant, master", "master, tenant", "master", "tenant", ""])
-def test_old_cells_and_copies_need_the_old_master_key_once_both_were_rotated(rotates: str) -> None:
+def test_old_sectors_and_copies_need_the_old_master_key_once_both_were_rotated(rotates: str) -> None:
     """docs/sealing.md: first each tenant's key, then the master key; then the old one can be destroyed."""
     keyring, file = new_keyring()
     (one, two) = keyring.ensure(users(1, 2))

@@ -54,7 +54,7 @@ def table_of_one() -> tuple[SlotTable, Torn]:
     return table, file
 
 
-def test_a_slot_that_is_read_while_it_is_written_is_the_old_one() -> None:
+def test_a_slot_read_while_it_is_written_is_the_old_one() -> None:
     table, file = table_of_one()
     seen = []
     file.during_write = lambda: seen.append(table.read(NUMBER))
@@ -63,7 +63,7 @@ def test_a_slot_that_is_read_while_it_is_written_is_the_old_one() -> None:
     assert table.read(NUMBER) == slot(2)
 
 
-def test_a_slot_that_is_written_while_it_is_read_is_read_again() -> None:
+def test_a_slot_written_while_it_is_read_is_read_again() -> None:
     table, file = table_of_one()
     file.during_read = lambda: table.write({NUMBER: slot(2)})
     assert table.read(NUMBER) == slot(2)

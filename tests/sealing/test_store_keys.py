@@ -46,10 +46,8 @@ def made(keys: StoreKeys, domain: bytes = DOMAIN) -> KeyName:
 
 
 @pytest.mark.parametrize("whole_tenant", [False, True])
-def test_a_key_that_is_read_while_it_is_erased_is_not_used_afterwards(
-    keys: StoreKeys, *, whole_tenant: bool
-) -> None:
-    """What was encrypted with it would be acknowledged, and nobody could read it after the next start."""
+def test_a_key_read_while_it_is_erased_is_not_used_afterwards(keys: StoreKeys, *, whole_tenant: bool) -> None:
+    """Data encrypted with it would be acknowledged, and unreadable after the next start."""
     name, domains = made(keys), None if whole_tenant else [DOMAIN]
     go_on = threading.Event()
     keys._worker.submit(go_on.wait, WAIT_S)
@@ -71,7 +69,7 @@ def test_a_key_that_is_read_while_it_is_erased_is_not_used_afterwards(
 def test_a_key_that_is_only_read_leaves_the_vault_when_it_is_erased(
     keys: StoreKeys, monkeypatch: pytest.MonkeyPatch, *, whole_tenant: bool
 ) -> None:
-    """Its name is known no more, since many others were put; reads have kept it in the vault."""
+    """Its name is no longer known, since many others were put; reads have kept it in the vault."""
     monkeypatch.setattr(store_keys, "VAULT_NAMES_MAX", 1)
     name, domains = made(keys), None if whole_tenant else [DOMAIN]
     made(keys, b"other".ljust(16, b"."))
@@ -91,10 +89,10 @@ def test_another_domains_key_stays(keys: StoreKeys) -> None:
     assert len(keys.vault) == 1
 
 
-def test_a_tenant_with_too_many_keys_keeps_no_other_from_one(
+def test_a_tenant_with_too_many_keys_does_not_keep_another_from_getting_one(
     keys: StoreKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where both ask at once."""
+    """Also if both request one at once."""
     monkeypatch.setattr("kvstore.sealing.slot_table.KEYRING_TENANT_KEYS_MAX", 1)
     made(keys)
     go_on, told, woken = threading.Event(), dict[str, object](), threading.Event()

@@ -53,7 +53,7 @@ def refuses(ring: Keyring, key: DomainKey) -> None:
 
 
 @pytest.mark.parametrize("running", [False, True])
-def test_of_two_swapped_slots_an_erasure_takes_the_one_that_it_names(*, running: bool) -> None:
+def test_an_erasure_takes_the_slot_that_it_names_of_two_swapped_ones(*, running: bool) -> None:
     keys, image = made()
     ada, bob = keys[3], keys[17]
     rows = swapped(image, ada.number, bob.number)
@@ -82,7 +82,7 @@ def test_of_two_swapped_slots_an_erasure_takes_the_one_that_it_names(*, running:
     assert found.key == bob.key
 
 
-def test_a_key_that_was_moved_to_another_place_is_not_taken_for_destroyed() -> None:
+def test_a_key_moved_to_another_place_is_not_taken_for_destroyed() -> None:
     keys, image = made()
     ada, bob = keys[3], keys[17]
     free = len(image[8192:]) // 128 - 1
@@ -103,8 +103,8 @@ def test_a_key_that_was_moved_to_another_place_is_not_taken_for_destroyed() -> N
 
 
 @pytest.mark.parametrize("over", [None, 17])
-def test_a_copy_of_a_slot_goes_with_it_though_its_own_is_whole(over: int | None) -> None:
-    """It came to a free slot, or over another's, while the keyring was open."""
+def test_a_copy_of_a_slot_is_erased_even_if_its_own_is_intact(over: int | None) -> None:
+    """It was written to a free slot, or over another's, while the keyring was open."""
     keys, image = made()
     ada = keys[3]
     place = len(image[8192:]) // 128 - 1 if over is None else keys[over].number
@@ -119,8 +119,8 @@ def test_a_copy_of_a_slot_goes_with_it_though_its_own_is_whole(over: int | None)
     assert None not in keys_of(opened(bytes(file.durable)), others).values()
 
 
-def test_nothing_is_destroyed_before_all_is_checked() -> None:
-    """What can't be read when an erasure begins stops it before its first write."""
+def test_nothing_is_destroyed_before_everything_is_checked() -> None:
+    """A slot that can't be read when an erasure begins stops it before its first write."""
     keys, image = made()
     file = Memory(image)
     ring = opened(file)
@@ -142,7 +142,7 @@ def test_nothing_is_destroyed_before_all_is_checked() -> None:
 
 
 @pytest.mark.parametrize("part", [0, 20, 40, 80, 126])
-def test_damage_under_a_running_node_hinders_no_erasure_and_costs_nobody_else(part: int) -> None:
+def test_damage_under_a_running_node_stops_no_erasure_and_affects_nobody_else(part: int) -> None:
     keys, image = made()
     file = Memory(image)
     ring = opened(file)
@@ -166,7 +166,7 @@ def test_damage_under_a_running_node_hinders_no_erasure_and_costs_nobody_else(pa
 
 
 @pytest.mark.parametrize("part", [0, 20, 80])
-def test_a_tenant_is_erased_whole_though_slots_were_damaged_meanwhile(part: int) -> None:
+def test_a_tenant_is_erased_completely_even_if_slots_were_damaged_meanwhile(part: int) -> None:
     """Its own key's slot among them."""
     ring, file = new_keyring()
     mine = ring.ensure(users(*range(COUNT)))
@@ -193,7 +193,7 @@ def test_a_tenant_is_erased_whole_though_slots_were_damaged_meanwhile(part: int)
     assert ZETA in again.tenants
 
 
-def test_a_damaged_tenants_key_hinders_no_put_and_one_erasure_clears_all() -> None:
+def test_a_damaged_tenant_key_stops_no_put_and_one_erasure_clears_all() -> None:
     ring, file = new_keyring()
     shared = (ACME, bytes(16))
     keys = ring.ensure([shared, *users(1, 2)])
@@ -235,7 +235,7 @@ def test_an_erasure_names_the_slots_that_it_could_not_read() -> None:
     assert (never.number, never.id) == (None, None)
 
 
-def test_a_rotation_is_refused_while_a_slot_is_damaged_and_goes_on_afterwards() -> None:
+def test_a_rotation_is_refused_while_a_slot_is_damaged_and_continues_afterwards() -> None:
     keys, image = made()
     row = bytearray(image[at(keys[17].number)])
     row[80] ^= 1
@@ -283,7 +283,7 @@ def test_a_rotation_that_meets_damage_moves_the_others_and_keeps_the_old_key(
     assert keys_of(mended, users(30)) == {(ACME, user(30)): bytes(keys[30].key)}
 
 
-def test_a_key_that_is_damaged_under_a_running_node_refuses_no_put() -> None:
+def test_a_key_damaged_under_a_running_node_refuses_no_put() -> None:
     ring, file = new_keyring()
     (old,) = ring.ensure(users(1))
     row = bytearray(file.durable[at(old.number)])
@@ -295,7 +295,7 @@ def test_a_key_that_is_damaged_under_a_running_node_refuses_no_put() -> None:
     refuses(ring, old)
 
 
-def test_slots_of_many_tenants_are_judged_each_by_its_own_tenants_key() -> None:
+def test_slots_of_many_tenants_are_checked_each_with_its_own_tenants_key() -> None:
     ring, file = new_keyring()
     names = [(bytes([number % 7]) * 16, user(number)) for number in range(70)]
     keys = ring.ensure(names)

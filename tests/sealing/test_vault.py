@@ -155,7 +155,7 @@ def test_a_keyring_is_sealed_by_vault_and_its_key_may_be_rotated_there(
     assert {headers["X-Vault-Namespace"] for _, headers in vault.asked} == {"team"}
 
 
-def test_an_answer_of_vault_is_one_sentence_and_never_quoted(vault: FakeVault, token: Path) -> None:
+def test_an_error_of_vault_is_one_sentence_and_never_quoted(vault: FakeVault, token: Path) -> None:
     master = master_at(vault, token)
     wrapped = master.wrap(b"for", bytearray(32))
     with pytest.raises(WrongMasterKey, match="vault:transit/kv did not wrap"):
@@ -196,7 +196,7 @@ def test_an_answer_of_vault_is_one_sentence_and_never_quoted(vault: FakeVault, t
         master.unwrap(b"for", wrapped)
 
 
-def test_a_vault_that_is_away_or_drips_has_a_deadline(
+def test_an_absent_or_slow_vault_has_a_deadline(
     vault: FakeVault, token: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     master = master_at(vault, token)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_the_curves_rows_are_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_api_gives_the_rows_of_the_curve_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["curve", "--preset", "paper", "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
     rows = api.curve_rows("paper")
@@ -21,7 +21,7 @@ def test_the_curves_rows_are_the_commands(capsys: pytest.CaptureFixture[str]) ->
     assert len({tuple(row) for row in rows}) == 1, "the same columns in each row"
 
 
-def test_a_run_gives_a_row_and_each_request_one() -> None:
+def test_a_run_gives_one_row_and_each_request_one() -> None:
     work = requests((0, 1024, 0, [1, 2]), (10, 1100, 0, [1, 2, 3]))
     results = [api.simulate(work, TINY, ONE, path) for path in api.PATHS]
     rows = api.result_rows(results)

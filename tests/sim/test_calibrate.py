@@ -78,7 +78,7 @@ def _machine(noise: float = 0.0, seed: int = 1) -> Measured:
     return Measured({"cores": 2, "kernel": "6.1"}, tuple(samples))
 
 
-def test_a_line_is_found_again() -> None:
+def test_a_line_is_recovered() -> None:
     line = fit([(m, 1e-4 + m / 2e9) for m in SIZES])
     assert line.latency_s == pytest.approx(1e-4)
     assert line.s_per_byte == pytest.approx(5e-10)
@@ -87,7 +87,7 @@ def test_a_line_is_found_again() -> None:
 
 
 def test_relative_weights_beat_plain_least_squares_by_far() -> None:
-    """A drive that is slower a byte at its largest sizes: what plain least squares looks at is only them."""
+    """A drive that is slower per byte at its largest sizes, which dominate plain least squares."""
     points = [(m, 8e-5 + m / 3e9 * (1 + (m > 1 << 23))) for m in SIZES]
     line = fit(points)
     slope, latency = np.polyfit([m for m, _ in points], [t for _, t in points], 1)
@@ -123,14 +123,14 @@ def test_a_profile_holds_what_the_machine_is() -> None:
     assert base_s(profile, "get", "train", 1 << 20) == pytest.approx(5e-6 + (1 << 20) / 2.5e9)
 
 
-def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+def test_a_profile_round_trips_through_its_file(tmp_path: Path) -> None:
     profile = fit_profile(_machine(noise=0.1))
     path = tmp_path / "p.toml"
     path.write_text(dump_profile(profile))
     assert read_profile(path) == profile
 
 
-def test_a_true_model_is_within_its_noise_and_a_wrong_one_is_told() -> None:
+def test_a_correct_model_is_within_its_noise_and_a_wrong_one_is_reported() -> None:
     quiet = compare(fit_profile(_machine()), _machine())
     assert error_median(quiet) < 1e-6
     noisy = compare(fit_profile(_machine(noise=0.15, seed=1)), _machine(noise=0.15, seed=2))
@@ -143,8 +143,8 @@ def test_a_true_model_is_within_its_noise_and_a_wrong_one_is_told() -> None:
     assert error_median(compare(fit_profile(machine), Measured({}, tuple(product)))) == pytest.approx(0.5)
 
 
-def test_another_minutes_speed_is_not_the_models_error() -> None:
-    """The link and drive have become three times as slow: that is measured beside, and seen by who looks alone."""
+def test_a_change_of_speed_between_measurements_is_not_a_model_error() -> None:
+    """Link and drive have become three times as slow: the control measurement beside them shows it."""
     profile = fit_profile(_machine())
     bare = Beside(_machine(), "path")
 
@@ -163,7 +163,7 @@ def test_another_minutes_speed_is_not_the_models_error() -> None:
     assert error_median(compare(profile, now, alone=True)) > 0.3
 
 
-def test_measurements_without_the_bare_link_beside_are_refused() -> None:
+def test_measurements_without_the_bare_link_are_refused() -> None:
     machine = _machine()
     without = tuple(one for one in machine.samples if one.what != "bare link")
     with pytest.raises(OutOfRange, match="without what the bare link or drive took beside"):
@@ -177,7 +177,7 @@ def test_a_train_is_its_first_block_and_all_the_others() -> None:
     assert two - one == pytest.approx(5e-6 + (1 << 20) / 2.5e9 + 20e-6 + (1 << 20) / 20e9)
 
 
-def test_the_measured_preset_charges_what_was_measured() -> None:
+def test_the_measured_preset_uses_the_measured_costs() -> None:
     profile = fit_profile(_machine())
     m = 10**6
     for direction, drive_s in (("put", 30e-6 + m / 2e9), ("get", 20e-6 + m / 4e9)):
@@ -187,7 +187,7 @@ def test_the_measured_preset_charges_what_was_measured() -> None:
         assert cpu_s - triggered_s == pytest.approx(1e-7 + m / 10e9)
 
 
-def test_a_cluster_takes_over_what_was_measured() -> None:
+def test_a_cluster_adopts_the_measurements() -> None:
     cluster = changed(Cluster(), cluster_values(fit_profile(_machine())).items(), "--profile")
     assert cluster.link_bits_per_s == pytest.approx(20e9)
     assert cluster.nic_message_s == pytest.approx(5e-6)
@@ -199,7 +199,7 @@ def test_a_cluster_takes_over_what_was_measured() -> None:
     assert cluster.drive_read_latency_s == pytest.approx(20e-6)
 
 
-def test_measurements_survive_their_file() -> None:
+def test_measurements_round_trip_through_their_file() -> None:
     machine = _machine(noise=0.1)
     assert parse(dump(machine), "x") == machine
 
@@ -216,7 +216,7 @@ def test_measurements_survive_their_file() -> None:
         ),
     ],
 )
-def test_measurements_that_say_too_little_are_refused(text: str) -> None:
+def test_insufficient_measurements_are_refused(text: str) -> None:
     with pytest.raises(OutOfRange, match=r"FILE is .*; it takes measurements, "):
         parse(text, "FILE")
 
@@ -253,7 +253,7 @@ def fake_fio(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_fio_is_swept_and_what_it_refuses_is_noted(fake_fio: str, tmp_path: Path) -> None:
+def test_fio_is_swept_and_failures_are_noted(fake_fio: str, tmp_path: Path) -> None:
     shares: list[float] = []
     found = list(
         fio.sweep(fake_fio, tmp_path, 50, shares.append, sizes_bytes=(512, 1 << 20, 1 << 27), depths=(1, 32))

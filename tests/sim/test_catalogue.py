@@ -76,7 +76,7 @@ class _Reference:
 
 
 @given(seed=st.integers(0, 2**32), capacity=st.integers(1, 12))
-def test_lru_keeps_what_a_list_would(seed: int, capacity: int) -> None:
+def test_lru_agrees_with_a_list(seed: int, capacity: int) -> None:
     rng = random.Random(seed)
     ours, reference = Catalogue(Lru(), capacity), _Reference(capacity)
     for _ in range(60):
@@ -90,7 +90,7 @@ def test_lru_keeps_what_a_list_would(seed: int, capacity: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["lru", f"{__name__}:Fifo"])
-def test_the_rest_of_a_sequence_is_a_prefix(name: str) -> None:
+def test_the_rest_of_an_evicted_sequence_is_a_prefix(name: str) -> None:
     tier = Catalogue(policy_maker(name)(5), 5)
     tier.admit([1, 2, 3, 4])
     tier.admit([11, 12, 13])
@@ -118,8 +118,8 @@ class _Rows(Lru):
         super().admitted(row, pages, name64)
 
 
-def test_rows_are_used_again() -> None:
-    """A policy keeps arrays by row: they must not grow with all that was ever stored."""
+def test_rows_are_reused() -> None:
+    """A policy keeps arrays by row: they must not grow with everything ever stored."""
     policy = _Rows()
     tier = Catalogue(policy, 5)
     for block in range(200):
@@ -135,12 +135,12 @@ def test_a_tier_without_room_holds_nothing() -> None:
     assert (len(tier), tier.prefix([1])) == (0, 0)
 
 
-def test_the_stores_own_policies_are_used_where_the_store_is() -> None:
+def test_the_stores_own_policies_are_used_where_the_store_is_installed() -> None:
     assert type(policy_maker("lru")(9)).__module__ == "kvstore.storage.eviction.lru"
     assert type(policy_maker("s3fifo")(9)).__module__ == "kvstore.storage.eviction.s3fifo"
 
 
-def test_without_the_store_an_lru_of_our_own_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_store_an_lru_of_the_simulator_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for missing in (
         "kvstore",
         "kvstore.storage",
@@ -156,7 +156,7 @@ def test_without_the_store_an_lru_of_our_own_stands_in(monkeypatch: pytest.Monke
         policy_maker("s3fifo")
 
 
-def test_the_stores_lru_and_ours_keep_the_same() -> None:
+def test_the_stores_lru_and_the_simulators_keep_the_same_blocks() -> None:
     work = chats(Chats(sessions=150, seed=8))
     found = []
     for policy in (Lru(), policy_maker("lru")(100)):
@@ -170,7 +170,7 @@ def test_the_stores_lru_and_ours_keep_the_same() -> None:
     assert found[0][1] > 100
 
 
-def test_a_policy_is_found_by_name_and_given_its_capacity_if_it_wants_one() -> None:
+def test_a_policy_is_found_by_name_and_given_its_capacity_if_it_takes_one() -> None:
     made = policy_maker(f"{__name__}:Fifo")(7)
     assert isinstance(made, Fifo)
     assert made.capacity_pages == 7
@@ -184,7 +184,7 @@ class Picky(Lru):
         del capacity, more
 
 
-def test_a_policy_that_cannot_be_made_is_refused_in_a_sentence() -> None:
+def test_an_impossible_policy_is_refused_in_one_sentence() -> None:
     with pytest.raises(
         OutOfRange, match=r"--policy is .*Picky.*; it takes an eviction policy, a class that is made"
     ):

@@ -47,7 +47,7 @@ def _rounded(shares: Iterable[float]) -> list[float]:
     return sorted({round(share, 9) for share in shares})
 
 
-def test_a_node_that_joins_is_sent_what_the_products_plan_says() -> None:
+def test_a_joining_node_is_sent_the_blocks_of_the_products_plan() -> None:
     before, after = _map(5), _map(6)
     plan = Plan.of(before, after, dict.fromkeys((one.node for one in before.members), int(STORED)), 2)
     told = _all_of(lose=0, join=1)[0]
@@ -60,7 +60,7 @@ def test_a_node_that_joins_is_sent_what_the_products_plan_says() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_lost_node_takes_the_copies_that_the_products_map_has_there(replicas: int) -> None:
+def test_a_lost_node_takes_the_copies_that_the_products_map_places_there(replicas: int) -> None:
     before = _map(5)
     owned = Counter(node for order in before.orders() for node in order[:replicas])
     shares = {owned[node] / before.lots for node in range(5)}
@@ -99,7 +99,7 @@ def test_the_fullest_node_is_the_one_to_which_the_products_map_gives_the_most() 
         assert _rounded(one.fullest_after for one in trials) == _rounded(fullest)
 
 
-def test_two_nodes_that_are_lost_take_what_only_they_had() -> None:
+def test_two_lost_nodes_take_only_blocks_without_another_copy() -> None:
     before = _map(5)
     pairs = Counter(frozenset(order[:2]) for order in before.orders())
     shares = {count / before.lots for count in pairs.values()}
@@ -115,7 +115,7 @@ def test_each_copy_has_one_sender() -> None:
     assert _copies(before, left, after).tolist() == [[2, 4], [3, 4], [2, 4], [2, 4], [4, 5], [2, 4], [4, 5]]
 
 
-def test_a_copy_is_made_when_its_sender_and_its_receiver_are_done_with_those_before() -> None:
+def test_a_copy_is_made_when_its_sender_and_its_receiver_are_done_with_earlier_ones() -> None:
     assert _made_s(np.array([(1, 2), (1, 3), (4, 3)]), 10.0, 5.0, 100.0).tolist() == [2, 4, 2]
     assert _made_s(np.array([(1, 2), (3, 2), (4, 2)]), 10.0, 5.0, 2.0).tolist() == [5, 10, 15]
 
@@ -148,7 +148,7 @@ def test_a_thousand_nodes_take_seconds(capsys: pytest.CaptureFixture[str]) -> No
         assert trial["fullest_after"] < 1.2
 
 
-def test_the_same_terms_give_the_same_trials() -> None:
+def test_the_same_settings_give_the_same_trials() -> None:
     terms = Change(lose=2, trials=2)
     assert change(FIVE, terms) == change(FIVE, terms) != change(FIVE, replace(terms, seed=2))
 

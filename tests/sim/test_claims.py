@@ -26,20 +26,20 @@ PASSES = {
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_each_preset_passes_and_fails_what_it_should(name: str) -> None:
+def test_each_preset_passes_and_fails_the_expected_claims(name: str) -> None:
     verdicts = judge(preset(name))
     assert "".join("x" if verdict.holds else "-" for verdict in verdicts) == PASSES[name]
     assert [verdict.claim for verdict in verdicts] == [claim.text for claim in CLAIMS]
 
 
-def test_a_verdict_names_the_figure_that_decided() -> None:
+def test_a_verdict_names_the_deciding_figure() -> None:
     found = [verdict.found for verdict in judge(preset("paper"))]
     assert found[0] == "S(32KB) = 23.14"
     assert found[1] == "S from 20.44 at 256MB to 23.46 at 1MB"
     assert found[3] == "charged to the CPU path only"
 
 
-def test_kv_outgrows_the_model_for_mha_up_to_13b_only() -> None:
+def test_kv_outgrows_the_model_only_for_mha_up_to_13b() -> None:
     assert {name for name, holds, _ in judge_kv() if holds} == {
         "gpt2-xl",
         "opt-6.7b",
@@ -56,8 +56,8 @@ def test_none_of_2_to_the_30_combinations_gives_the_curve(direction: Direction, 
     assert search.literal(direction, unit) == 0
 
 
-def test_the_search_finds_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bands a little wider, combinations match that have no wire at all; found one by one, too."""
+def test_the_search_finds_planted_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With slightly wider bands, combinations without any wire match; a one-by-one search finds the same."""
     monkeypatch.setattr(search, "_HIGH", np.where(search._LOW == 19.0, 20.5, search._HIGH))
     assert search.literal("put", "ms") == 16
 
@@ -79,7 +79,7 @@ def test_no_coherent_reading_matches_and_with_one_more_number_only_one_sided_one
 
 
 def test_the_papers_own_reading_is_among_those_with_one_more_number() -> None:
-    """Kappa = 1000 with two copies and one DRAM pass is what the paper preset is."""
+    """Kappa = 1000 with two copies and one DRAM pass is the paper preset."""
     found = [
         one
         for one in search.with_one_extra(search.readings())
@@ -93,15 +93,15 @@ def test_the_papers_own_reading_is_among_those_with_one_more_number() -> None:
     assert all(one.low <= 1000 <= one.high for one in found)
 
 
-def test_the_drive_on_both_paths_leaves_no_room_for_a_speed_up() -> None:
+def test_the_drive_on_both_paths_leaves_no_room_for_a_speedup() -> None:
     both = [reading for reading in search.readings() if reading.nvme == "both"]
     assert max(map(search.speedup_max, both)) < 2.0
     with_latency = [reading for reading in both if reading.nvme_latency != "none"]
     assert max(map(search.speedup_max, with_latency)) < 1.06
 
 
-def test_a_reading_costs_what_the_closed_form_says() -> None:
-    """The literal preset is one of the readings; the search must not have a model of its own."""
+def test_a_reading_costs_the_same_as_the_closed_form() -> None:
+    """The literal preset is one of the readings; the search must not have its own model."""
     reading = search.Coherent("put", "both", "ms", True, 2, 1, 2, "one a pass", 1, 1)
     cpu_s, triggered_s = search._times(reading)
     sizes = [size for band in CURVE for size in band.sizes_bytes]

@@ -31,7 +31,7 @@ def test_a_curve_is_never_printed_without_its_caveats(name: str, capsys: pytest.
     assert document["points"][0]["size_bytes"] == 32_000
 
 
-def test_fair_is_the_default_and_sizes_are_taken_as_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fair_is_the_default_and_sizes_are_used_as_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["curve", "--size", "1GiB", "--size", "4096"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("preset fair, put")
@@ -47,7 +47,7 @@ def test_presets_and_parameters_can_be_listed(capsys: pytest.CaptureFixture[str]
     assert ["dram_passes", "7", "passes", "over", "DRAM", "0", "to", "100"] in lines
 
 
-def test_the_fair_figure_stands_beside_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fair_figure_is_shown_beside_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["curve", "--preset", "paper"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[3].split() == ["32KB", "4.51e-05", "1.95e-06", "23.14", "1.29"]
@@ -79,7 +79,7 @@ def test_stages_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert "CPU software" in capsys.readouterr().out
 
 
-def test_csv_has_its_caveats_as_comments_and_its_numbers_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_has_its_caveats_as_comments_and_full_precision(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["curve", "--preset", "paper", "--csv", "--size", "1MB"]) == 0
     lines = capsys.readouterr().out.splitlines()
     notes = [line for line in lines if line.startswith("# ")]
@@ -105,19 +105,21 @@ def test_figures_5_to_7_are_drawn_with_their_caveats(
     assert capsys.readouterr().err.startswith(f"kvsim: --plot: {missing} can't be written: ")
 
 
-def test_a_file_that_finds_no_room_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unwritable_file_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--sessions", "2", "--out", "/dev/full"]) == 1
     assert capsys.readouterr().err == "kvsim: /dev/full: No space left on device.\n"
 
 
-def test_an_unknown_option_is_told_before_a_missing_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_option_is_reported_before_a_missing_step(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, word in ((["--nonsense"], "unrecognized arguments: --nonsense"), ([], "required: STEP")):
         with pytest.raises(SystemExit):
             main(["calibrate", *arguments])
         assert word in capsys.readouterr().err
 
 
-def test_kv_lists_models_or_the_ones_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_lists_all_models_or_the_requested_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["kv", "--model", "llama-3-8b", "--tokens", "500", "--batch", "2", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["kv_bytes"] == 131_072_000
@@ -131,7 +133,7 @@ def test_kv_lists_models_or_the_ones_asked_for(tmp_path: Path, capsys: pytest.Ca
     assert main(["kv", "--config", str(config), "--layout", "mqa"]) == 2
 
 
-def test_gpus_are_counted_by_their_bytes_and_paid_in_dollars(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_are_counted_by_their_bytes_and_priced_in_dollars(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["kv", "--model", "opt-13b", "--json", "--gpu-memory", "20GB", "--gpu-usd", "7"]
     assert main(command) == 0
     (row,) = json.loads(capsys.readouterr().out)
@@ -139,7 +141,7 @@ def test_gpus_are_counted_by_their_bytes_and_paid_in_dollars(capsys: pytest.Capt
     assert (row["gpus"], row["gpus_usd"]) == (3, 21)
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_reader_that_closes_the_output_is_no_error() -> None:
     command = [sys.executable, "-m", "sim.cli", "generate", "--sessions", "2000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -150,7 +152,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         assert process.wait(30) == 0
 
 
-def test_explain_and_search_say_what_they_found(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_and_search_print_their_findings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain"]) == 0
     text = capsys.readouterr().out
     for entry in PRESETS.values():
@@ -188,8 +190,8 @@ def test_a_bad_argument_is_one_sentence_and_status_2(
     assert output.err.count("\n") == 1
 
 
-def test_the_curve_needs_nothing_heavy() -> None:
-    """The whole sweep is to take less than a second as a command, start-up included."""
+def test_the_curve_imports_nothing_heavy() -> None:
+    """The whole command must take less than a second, including start-up."""
     code = "import sys, sim.cli; sim.cli.main(['curve', '--stages']); print(sorted(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
@@ -199,8 +201,8 @@ def test_the_curve_needs_nothing_heavy() -> None:
         assert heavy not in modules
 
 
-def test_help_loads_nothing_heavy() -> None:
-    """`kvsim --help` answers at once: what takes long is imported by the command that needs it."""
+def test_help_imports_nothing_heavy() -> None:
+    """`kvsim --help` answers at once: slow imports are left to the command that needs them."""
     code = (
         "import sys, sim.cli\n"
         "try: sim.cli.main(['--help'])\n"

@@ -62,7 +62,7 @@ def test_every_number_is_checked_by_hand_somewhere() -> None:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_a_number_does_what_its_unit_says(name: str) -> None:
+def test_each_number_has_the_effect_of_its_unit(name: str) -> None:
     value, longer_s = BY_HAND[name]
     slower = changed(ONE, [(name, value)], "--set")
     assert _first_lag_s(slower) - _first_lag_s(ONE) == pytest.approx(longer_s, rel=1e-6)
@@ -74,18 +74,18 @@ def test_gpus_are_counted_in_operations_a_second_and_a_share_of_them() -> None:
     assert _run(replace(ONE, gpu_mfu=0.25)).ttft_s[0] == pytest.approx(base * 2)
 
 
-def test_an_answers_token_takes_its_seconds() -> None:
+def test_the_tokens_of_an_answer_take_their_time() -> None:
     longer = _run(replace(ONE, decode_token_s=0.02)).duration_s - _run(ONE).duration_s
     assert longer == pytest.approx(100 * 0.01, abs=1e-3)
 
 
-def test_a_trigger_takes_its_seconds_on_the_triggered_path_only() -> None:
+def test_a_trigger_takes_its_time_only_on_the_triggered_path() -> None:
     slow = replace(ONE, trigger_message_s=1e-3)
     longer = [_run(slow, path).put_lag_s[0] - _run(ONE, path).put_lag_s[0] for path in ("triggered", "cpu")]
     assert longer == pytest.approx([PAGES * (1e-3 - 1e-6), 0.0])
 
 
-def test_reading_takes_its_seconds() -> None:
+def test_reading_takes_its_time() -> None:
     base = _run(ONE).fetch_s[1]
     assert _run(replace(ONE, drive_read_latency_s=1e-3)).fetch_s[1] - base == pytest.approx(1e-3 - 8e-5)
     slow = _run(replace(ONE, drive_read_bytes_per_s=1e8)).fetch_s[1]
@@ -117,7 +117,7 @@ def test_money_is_counted_by_the_hour() -> None:
     assert _run(cluster, "recompute").usd_per_hour == 36
 
 
-def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
+def test_a_file_changes_the_settings_that_it_names(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("[cluster]\nengines = 3\nlink_bits_per_s = 4e11\n")
     assert read_cluster(path) == replace(Cluster(), engines=3, link_bits_per_s=4e11)
@@ -146,7 +146,7 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_refusal_names_parameter_unit_and_range(text: str, message: str, tmp_path: Path) -> None:
+def test_an_error_names_parameter_unit_and_range(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(OutOfRange) as caught:

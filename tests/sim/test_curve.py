@@ -126,13 +126,13 @@ def test_messages_add_up_with_the_rest_as_one_of_its_own() -> None:
     ("text", "size_bytes"),
     [("32KB", 32_000), ("32 kib", 32_768), ("1.5GB", 1_500_000_000), ("7", 7), ("5TB", 5 * 10**12)],
 )
-def test_sizes_are_read(text: str, size_bytes: int) -> None:
+def test_sizes_are_parsed(text: str, size_bytes: int) -> None:
     assert parse_bytes("--size", text) == size_bytes
     assert parse_bytes("--size", format_bytes(size_bytes)) == size_bytes
 
 
 @pytest.mark.parametrize("text", ["", "KB", "-1KB", "1XB", "1e9", "0.5", "nan", "9" * 40])
-def test_a_bad_size_is_refused_by_name_with_what_is_accepted(text: str) -> None:
+def test_an_invalid_size_is_refused_by_name_with_the_allowed_forms(text: str) -> None:
     with pytest.raises(OutOfRange, match=r"--size is .*; it takes a size in bytes, "):
         parse_bytes("--size", text)
 

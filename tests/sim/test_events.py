@@ -34,7 +34,7 @@ def _queue(
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7, 0.9])
-def test_m_m_1_waits_as_theory_says(load: float) -> None:
+def test_m_m_1_waits_match_theory(load: float) -> None:
     service = np.random.default_rng(1).exponential(1.0, N)
     arrival_s, done_s = _queue(load, service)
     waited_s = float((done_s - arrival_s - service).mean())
@@ -42,12 +42,12 @@ def test_m_m_1_waits_as_theory_says(load: float) -> None:
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7, 0.9])
-def test_m_d_1_waits_half_as_long(load: float) -> None:
+def test_m_d_1_waits_are_half_as_long(load: float) -> None:
     arrival_s, done_s = _queue(load, np.ones(N))
     assert float((done_s - arrival_s - 1).mean()) == pytest.approx(load / (1 - load) / 2, rel=0.06)
 
 
-def test_m_m_c_waits_as_erlang_says() -> None:
+def test_m_m_c_waits_match_erlang() -> None:
     servers, load = 4, 0.8
     service = np.random.default_rng(2).exponential(1.0, N)
     arrival_s, done_s = _queue(load, service, servers)
@@ -59,8 +59,8 @@ def test_m_m_c_waits_as_erlang_says() -> None:
     )
 
 
-def test_littles_law_holds_for_the_number_inside() -> None:
-    """L, the mean number inside, is counted event by event; lambda and W are measured apart from it."""
+def test_littles_law_holds_for_the_number_in_the_system() -> None:
+    """L, the mean number in the system, is counted event by event; lambda and W are measured separately."""
     service = np.random.default_rng(3).exponential(1.0, 50_000)
     arrival_s, done_s = _queue(0.8, service)
     steps = sorted([(t, 1) for t in arrival_s] + [(t, -1) for t in done_s])
@@ -124,7 +124,7 @@ def test_small_networks_run_as_in_simpy(seed: int, servers: list[int], count: in
 
 
 def test_trains_run_as_single_messages_in_simpy() -> None:
-    """Trains over two routes in turn, two of them at odds for the same resources."""
+    """Trains over two routes in turn, which compete for the same resources."""
     routes = [[Step(0, 0.1, 0.5, 0.2), Step(1, 0.0, 0.3)], [Step(0, 0.1, 0.5), Step(2, 0.0, 0.7, 0.1)]]
     with Events() as events:
         for _ in range(3):
@@ -141,7 +141,7 @@ def test_trains_run_as_single_messages_in_simpy() -> None:
     assert ended == {first: pytest.approx(max(done[:7])), second: pytest.approx(max(done[7:]))}
 
 
-def test_a_run_stops_where_it_is_told_and_goes_on_from_there() -> None:
+def test_a_run_stops_at_the_requested_time_and_can_continue() -> None:
     with Events() as events:
         route = events.add_route([Step(events.add_resource(), overhead_s=1.0)])
         train = events.add_train(0.0, 0.0, route, count=3)
@@ -150,7 +150,7 @@ def test_a_run_stops_where_it_is_told_and_goes_on_from_there() -> None:
         assert events.run(float("inf")) is None
 
 
-def test_reserving_queues_behind_what_is_there() -> None:
+def test_a_reservation_queues_behind_earlier_work() -> None:
     with Events() as events:
         resource = events.add_resource(2)
         assert [events.reserve(resource, 1.0, 5.0) for _ in range(3)] == [(1.0, 6.0), (1.0, 6.0), (6.0, 11.0)]
@@ -159,7 +159,7 @@ def test_reserving_queues_behind_what_is_there() -> None:
     assert usage.utilisation(10.0) == 0.75
 
 
-def test_bins_hold_every_second_of_service_and_the_most_under_way() -> None:
+def test_bins_hold_every_second_of_service_and_the_peak_in_service() -> None:
     with Events(bin_s=1.0) as events:
         resource = events.add_resource()
         route = events.add_route([Step(resource, s_per_unit=1.0)])
@@ -178,7 +178,7 @@ def test_the_same_input_gives_the_same_times() -> None:
     assert runs[0].tobytes() == runs[1].tobytes()
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_input_is_refused() -> None:
     with Events() as events:
         resource = events.add_resource()
         route = events.add_route([Step(resource)])
@@ -206,7 +206,7 @@ def test_nonsense_is_refused() -> None:
 
 
 def test_five_stages_and_eight_drives_cost_the_same_for_each_of_many_requests() -> None:
-    """The shape that `make bench-sim` times; here it is only right: every request passes every stage."""
+    """The shape that `make bench-sim` times; this only checks that every request passes every stage."""
     n = 20_000
     rng = np.random.default_rng(5)
     with Events() as events:
@@ -244,7 +244,7 @@ def test_a_list_of_messages_takes_two_routes_and_pays_for_each_page() -> None:
         assert events.usage(first).busy_s == pytest.approx(2.0 + 3.5 + 1.0)
 
 
-def test_a_stop_that_cuts_through_serves_while_the_one_before_does() -> None:
+def test_a_cut_through_stop_serves_while_the_previous_one_does() -> None:
     with Events() as events:
         nic, link = events.add_resource(), events.add_resource()
         route = events.add_route([Step(nic, s_per_unit=1.0), Step(link, s_per_unit=1.0, cuts_through=True)])

@@ -23,7 +23,7 @@ def _table(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_printed_totals_stand_beside_the_right_ones(
+def test_printed_totals_are_shown_beside_the_correct_ones(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = _table(tmp_path, HEAD + 'A,4,"$10,000","40,000"\nB,3,0.10,0.31\nC,3,333.3,999.9\n')
@@ -50,7 +50,7 @@ def test_printed_totals_stand_beside_the_right_ones(
         (HEAD + "A,1,1,nan\n", "table.csv:2 printed_total_usd is 'nan'; it takes US dollars"),
     ],
 )
-def test_a_bad_line_is_named(text: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_line_is_named(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(OutOfRange) as caught:
         read_cost_table(_table(tmp_path, text))
     assert message in str(caught.value)

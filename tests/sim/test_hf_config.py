@@ -62,7 +62,7 @@ DEEPSEEK: dict[str, Any] = {
         ("deepseek-v3", DEEPSEEK),
     ],
 )
-def test_configs_give_what_the_models_table_says(name: str, config: dict[str, Any]) -> None:
+def test_configs_agree_with_the_models_table(name: str, config: dict[str, Any]) -> None:
     assert layout_of(config) == model(name).layout
     assert layout_of({"model_type": "of images and text", "text_config": config}) == model(name).layout
 
@@ -115,7 +115,7 @@ def test_widths_may_differ_by_layer(more: dict[str, Any], widths: list[tuple[int
         ),
     ],
 )
-def test_windows_bound_what_is_kept(more: dict[str, Any], windows: list[int | None]) -> None:
+def test_windows_bound_the_kept_kv(more: dict[str, Any], windows: list[int | None]) -> None:
     layout = layout_of(SMALL | more)
     assert [layer.window_tokens for layer in layout.layers] == windows
     kept = sum(1000 if window is None else window for window in windows)
@@ -255,7 +255,7 @@ def test_kv_in_8_bits_is_read(change: dict[str, Any], dtype: str, tmp_path: Path
     assert read_config(path)[2] == dtype
 
 
-def test_a_type_of_number_that_is_not_known_is_refused_unless_one_is_given(tmp_path: Path) -> None:
+def test_an_unknown_number_format_is_refused_unless_one_is_given(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**_BASE, "num_hidden_layers": 2, "torch_dtype": "posit16"}))
     with pytest.raises(OutOfRange, match="dtype is 'posit16'; it takes a type of number"):

@@ -24,7 +24,7 @@ BLOCK = 512
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 1], [1, 2, 5], [3 << 40, 4 << 40, 1 << 40], [1] * 12])
-def test_every_key_lies_where_the_store_would_put_it(weights: list[int]) -> None:
+def test_every_key_is_placed_as_the_store_would_place_it(weights: list[int]) -> None:
     rng = random.Random(len(weights))
     places = [(rng.randbytes(16), weight) for weight in weights]
     theirs, ours = Placement(places), homes(places)
@@ -53,7 +53,7 @@ def test_a_users_home_is_the_one_that_a_client_of_several_nodes_finds() -> None:
         assert home_of_user(user, 5) == theirs.order(b"", b"user %d" % user)[0]
 
 
-def test_pages_are_spread_over_the_drives_as_their_lots_are() -> None:
+def test_pages_are_spread_over_the_drives_like_their_lots() -> None:
     drives = 6
     counts = scatter(range(400), 16, 2, 4, drive_homes(drives), drives).reshape(2, 4, drives)
     assert counts.sum() == 400 * 16 * 4
@@ -106,8 +106,8 @@ def test_reads_and_writes_of_a_record_have_one_place() -> None:
     assert written[::1].sum() == written[home * 8 : home * 8 + 8].sum(), "on one node"
 
 
-def test_a_hot_prefix_heats_its_own_drive() -> None:
-    """A prefix of one small page: all who begin with it read the one drive that has it, and no other."""
+def test_a_hot_prefix_loads_its_own_drive() -> None:
+    """A prefix of one small page: all requests that begin with it read the one drive that has it."""
     cluster = replace(ONE, drives_per_node=8)
     one_layer = replace(TINY, layers=1)
     requests = [Request(i / 10, BLOCK + 1, 0, (77, 1000 + i), 3) for i in range(50)]
@@ -117,7 +117,7 @@ def test_a_hot_prefix_heats_its_own_drive() -> None:
     assert busy[0] > 0.95 * sum(busy)
 
 
-def test_users_of_one_prompt_have_it_each_on_their_own_node() -> None:
+def test_users_of_one_prompt_each_have_it_on_their_own_node() -> None:
     cluster = replace(ONE, nodes=4)
     users = range(40)
     requests = [Request(10.0 * user, 2 * BLOCK, 0, (1, 2), user) for user in users]

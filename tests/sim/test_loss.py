@@ -54,7 +54,7 @@ def test_until_a_lost_node_is_noticed_each_get_from_it_costs_a_deadline() -> Non
     assert afterwards.get_p999_s < 1
 
 
-def test_a_drive_takes_all_kv_of_its_node_with_it_and_the_node_goes_on() -> None:
+def test_a_drive_loses_all_kv_of_its_node_and_the_node_continues() -> None:
     told = _lose(nodes=0, drives=1)
     assert told.put_again_bytes == _users_of(0) * BYTES
     whole = _lose(nodes=0)
@@ -62,13 +62,13 @@ def test_a_drive_takes_all_kv_of_its_node_with_it_and_the_node_goes_on() -> None
     assert whole.put_again_bytes == 0
 
 
-def test_a_slow_node_is_felt_by_its_own_users() -> None:
+def test_a_slow_node_affects_its_own_users() -> None:
     quick, slow = _lose(nodes=0), _lose(nodes=0, slow_nodes=1, slow_factor=8.0)
     assert slow.phases[0].get_p50_s == pytest.approx(quick.phases[0].get_p50_s, rel=0.1)
     assert slow.phases[0].get_p99_s > 5 * quick.phases[0].get_p50_s
 
 
-def test_a_get_alone_takes_what_drives_and_links_take() -> None:
+def test_a_single_get_takes_the_time_of_drives_and_links() -> None:
     told = _lose(nodes=0, busy=0.001, requests=1000)
     read_s = BYTES / (8 * TEN.drive_read_bytes_per_s) + TEN.drive_read_latency_s
     link_s = BYTES * 8 / (2 * TEN.link_bits_per_s) + TEN.link_latency_s

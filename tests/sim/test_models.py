@@ -51,7 +51,7 @@ def test_every_model_is_in_the_figure() -> None:
     assert set(MODELS) == {row[0] for row in ROWS}
 
 
-def test_layouts_are_called_what_they_are() -> None:
+def test_layouts_have_their_usual_names() -> None:
     kinds = {name: MODELS[name].layout.kind for name in ("gpt-3", "llama-3-8b", "falcon-7b", "deepseek-v3")}
     assert kinds == {"gpt-3": "MHA", "llama-3-8b": "GQA", "falcon-7b": "MQA", "deepseek-v3": "MLA"}
 
@@ -67,7 +67,7 @@ def test_layouts_are_called_what_they_are() -> None:
         ("gpt-3", "ragged:2x10/20,0/0,1/0", (30 + 30 + 1) * 2),
     ],
 )
-def test_a_model_can_be_laid_out_otherwise(name: str, layout: str, token_bytes: int) -> None:
+def test_a_model_can_have_another_layout(name: str, layout: str, token_bytes: int) -> None:
     entry = model(name)
     assert footprint(entry, 1, layout=relaid(entry, layout)).token_bytes == token_bytes
 
@@ -75,7 +75,7 @@ def test_a_model_can_be_laid_out_otherwise(name: str, layout: str, token_bytes: 
 @pytest.mark.parametrize(
     ("dtype", "bits"), [("fp32", 32), ("FP16", 16), ("bf16", 16), ("fp8", 8), ("int8", 8), ("int4", 4)]
 )
-def test_the_type_of_a_number_scales_the_bytes(dtype: str, bits: int) -> None:
+def test_the_number_format_scales_the_bytes(dtype: str, bits: int) -> None:
     assert dtype_bits(dtype) == bits
     assert footprint(model("llama-3-8b"), 10, 3, dtype).kv_bytes == 131_072 * 30 * bits // 16
 
@@ -84,7 +84,7 @@ def test_batch_and_tokens_multiply() -> None:
     assert footprint(model("gpt-3"), 7, 5).kv_bytes == 35 * 4_718_592
 
 
-def test_a_layer_with_a_window_keeps_its_tokens_only_and_half_bytes_are_rounded_up() -> None:
+def test_a_layer_with_a_window_keeps_only_its_tokens_and_half_bytes_are_rounded_up() -> None:
     layout = Layout("ragged", (Layer(3, 0), Layer(1, 1, window_tokens=4)))
     assert layout.sequence_bytes(10, 8) == 30 + 8
     assert layout.sequence_bytes(2, 8) == 6 + 4
@@ -120,7 +120,7 @@ def test_a_layer_with_a_window_keeps_its_tokens_only_and_half_bytes_are_rounded_
         (lambda: parse_ragged("1/2,x"), "--layout ragged is 'x'; it takes K/V widths of a layer in numbers"),
     ],
 )
-def test_a_refusal_names_parameter_unit_and_range(act: object, message: str) -> None:
+def test_an_error_names_parameter_unit_and_range(act: object, message: str) -> None:
     with pytest.raises(OutOfRange) as caught:
         act()  # type: ignore[operator]
     assert message in str(caught.value)

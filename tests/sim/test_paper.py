@@ -69,7 +69,7 @@ def test_a_claim_that_no_preset_gives_does_not_hold(monkeypatch: pytest.MonkeyPa
     assert _verdicts()["23x at small sizes"] == "does not hold"
 
 
-def test_table_1_is_judged_once_its_cells_are_there(
+def test_table_1_is_judged_once_its_cells_are_filled_in(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "t.csv"

@@ -60,7 +60,7 @@ def test_every_parameter_is_checked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_a_parameter_does_what_its_unit_says(name: str) -> None:
+def test_each_parameter_has_the_effect_of_its_unit(name: str) -> None:
     value, cpu_s, triggered_s = BY_HAND[name]
     before = point(preset("literal-ms"), M)
     after = point(override(preset("literal-ms"), [f"{name}={value!r}"]), M)
@@ -83,7 +83,7 @@ def test_the_reading_drive_is_changed_likewise_and_only_for_gets() -> None:
     assert point(changed, M, get).cpu_s == pytest.approx(other + 8e-3 + M / (1e6 + M))
 
 
-def test_settings_are_fed_through_their_units() -> None:
+def test_settings_are_converted_by_their_units() -> None:
     fair = preset("fair")
     base = point(fair, M)
     assert point(fair, M, Setting(trigger_us=3)).triggered_s - base.triggered_s == pytest.approx(2e-6)
@@ -92,7 +92,7 @@ def test_settings_are_fed_through_their_units() -> None:
     assert chunked.triggered_s == pytest.approx(4 * point(fair, 250_000).triggered_s)
 
 
-def test_a_changed_preset_says_so_with_what_stood_there() -> None:
+def test_a_changed_preset_says_so_with_the_original_value() -> None:
     changed = override(preset("fair"), ["pcie_latency_s=2e-6", "fit_bytes_max=5"])
     assert changed.caveats[-2] == "Changed by --set: pcie_latency_s = 2e-06 (the preset has 1e-06)."
     assert changed.caveats[-1] == "Changed by --set: fit_bytes_max = 5 (the preset has no bound)."
@@ -112,7 +112,7 @@ def test_a_changed_preset_says_so_with_what_stood_there() -> None:
         ("nvme_on_cpu_path=2", "it takes 0 for no or 1 for yes, from 0 to 1."),
     ],
 )
-def test_a_refusal_names_parameter_unit_and_range(text: str, message: str) -> None:
+def test_an_error_names_parameter_unit_and_range(text: str, message: str) -> None:
     with pytest.raises(OutOfRange) as caught:
         override(preset("fair"), [text])
     assert message in str(caught.value)

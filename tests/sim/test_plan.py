@@ -33,7 +33,7 @@ def test_the_break_even_of_known_models_on_h100s_at_half_their_speed(name: str, 
     assert abs(found - float(gbps)) <= 0.5 * 10**-decimals + 0.03
 
 
-def test_it_is_where_the_replay_changes_its_mind() -> None:
+def test_the_break_even_is_where_the_replay_changes_its_decision() -> None:
     even = break_even(TINY, ONE)
     assert (even.token_bytes, even.tokens_per_s, even.bytes_per_s) == (2000, 1000, 2e6)
 
@@ -60,7 +60,7 @@ def test_demand_follows_from_users_and_tokens() -> None:
     assert least.stored_bytes == 1000 * 5420 * TOKEN_BYTES
 
 
-def test_each_count_is_the_largest_that_anything_asks_for() -> None:
+def test_each_count_is_the_largest_that_any_part_needs() -> None:
     least = bounds(TINY, BIG, DEMAND)
     engines, drives, links, nodes = least.needs
     # 100 turns x (200 + 512) tokens at 1,000 tokens a second, half busy.
@@ -114,7 +114,7 @@ def test_the_cpus_path_needs_more_engines_for_the_same_bytes() -> None:
 
 
 def test_the_event_model_agrees_with_the_means() -> None:
-    """With the least counts no part is busier than planned, and about as busy where that decided."""
+    """With the smallest counts no part is busier than planned, and the deciding one about as busy."""
     demand = replace(DEMAND, users=200, think_s=19.0)
     least = bounds(TINY, BIG, demand)
     work = turns(demand, least.turns_per_s, 5000, 1)
@@ -184,7 +184,7 @@ def test_every_way_gives_a_plan_that_holds_and_a_smaller_one_that_does_not(way: 
     assert plan.cluster.engines >= bounds(TINY, fast, SMALL, plan.path).cluster.engines
 
 
-def test_an_engine_less_does_not_hold() -> None:
+def test_one_engine_less_does_not_hold() -> None:
     quick = replace(SMALL, found_share=0.0, ttft_s=2.6)  # a prompt takes 2.148 s
     plan = make_plan(TINY, ONE, quick, "recompute")
     assert plan.cluster is not None
@@ -196,7 +196,7 @@ def test_an_engine_less_does_not_hold() -> None:
 
 
 def test_offloading_is_not_recommended_where_it_loses() -> None:
-    """KV that is large for the work it saves, over slow links: computing again is cheaper, and is said to be."""
+    """KV that is large for the work it saves, over slow links: recomputing is cheaper, and the plan says so."""
     poor = replace(ONE, gpu_flops_per_s=1e15, link_bits_per_s=1e7, node_usd_per_hour=50.0)
     plans = [make_plan(TINY, poor, SMALL, way) for way in ("recompute", "triggered")]
     chosen = best(plans)

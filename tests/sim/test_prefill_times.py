@@ -42,13 +42,13 @@ def table(tmp_path: Path) -> Path:
         (1, 2000, 0.2),
     ],
 )
-def test_times_between_those_measured_lie_between_them(
+def test_times_are_interpolated_between_measurements(
     table: Path, new: int, context: int, seconds: float
 ) -> None:
     assert read_timings(table).of(new, context) == pytest.approx(seconds)
 
 
-def test_beyond_what_was_measured_nothing_is_guessed(table: Path) -> None:
+def test_nothing_is_extrapolated_beyond_the_measurements(table: Path) -> None:
     timings = read_timings(table)
     with pytest.raises(
         OutOfRange, match="a prompt's new tokens is 1,001; it takes tokens that were measured, from 0 to"
@@ -79,7 +79,7 @@ def test_one_line_is_a_table_too(tmp_path: Path) -> None:
         (TABLE + "5,0,1e999\n", "prefill_s is inf"),
     ],
 )
-def test_a_table_that_says_too_little_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_an_insufficient_table_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "t.csv"
     path.write_text(text)
     with pytest.raises(OutOfRange) as caught:
@@ -87,7 +87,7 @@ def test_a_table_that_says_too_little_is_refused(tmp_path: Path, text: str, mess
     assert message in str(caught.value)
 
 
-def test_a_replay_takes_the_times_of_the_table(table: Path) -> None:
+def test_a_replay_uses_the_times_of_the_table(table: Path) -> None:
     work = requests((0, 1000, 0, [1, 2]), (10, 1000, 0, [3, 4]), (20, 1524, 0, [1, 2, 5]))
     terms = Terms(timings=read_timings(table), always_get=True)
     with pytest.raises(OutOfRange, match="new tokens is 1,524"):

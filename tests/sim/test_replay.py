@@ -55,7 +55,7 @@ def test_a_first_request_waits_for_its_prefill_only(path: PathName) -> None:
 
 @pytest.mark.parametrize("path", ["cpu", "triggered"])
 def test_layers_are_put_while_later_ones_are_computed(path: PathName) -> None:
-    """The puts of all layers but the last are over before the prefill is; the lag is one message's time."""
+    """The puts of all layers but the last end before the prefill does; the lag is one message's time."""
     result = _run(requests((0, 1024, 0, [1, 2])), path=path)
     assert result.put_bytes == 1024 * TOKEN_BYTES
     message_s = _put_message_s(1024 * TOKEN_BYTES / 4, path=path)
@@ -72,7 +72,7 @@ def test_an_answer_is_put_every_few_tokens() -> None:
     assert result.duration_s == pytest.approx(0.512 + 0.1 + result.put_lag_s[-1])
 
 
-def test_a_follow_up_fetches_what_is_stored_and_computes_the_rest() -> None:
+def test_a_follow_up_fetches_stored_blocks_and_computes_the_rest() -> None:
     result = _run(requests((0, 1024, 0, [1, 2]), (10, 1100, 0, [1, 2, 3])))
     assert result.block_hits == 2
     assert result.fetched_tokens == 1024
@@ -86,7 +86,7 @@ def test_a_follow_up_fetches_what_is_stored_and_computes_the_rest() -> None:
     assert result.fetch_s[1] < 4 * drive_s + 4e-4
 
 
-def test_the_last_token_is_computed_though_all_is_stored() -> None:
+def test_the_last_token_is_computed_even_if_all_is_stored() -> None:
     result = _run(requests((0, 1024, 0, [1, 2]), (10, 1024, 0, [1, 2])))
     assert result.fetched_tokens == 1023
     assert result.ttft_s[1] == pytest.approx(result.fetch_s[1] + 0.001)
@@ -119,7 +119,7 @@ def test_computing_is_chosen_where_fetching_is_slower() -> None:
     assert _run(work, slow, always_get=True).fetched_tokens == 1024
 
 
-def test_the_drams_tier_answers_without_the_drive() -> None:
+def test_the_dram_tier_answers_without_the_drive() -> None:
     work = requests((0, 1024, 0, [1, 2]), (10, 1100, 0, [1, 2, 3]))
     cold = _run(work)
     warm = _run(work, replace(ONE, node_memory_bytes=512 * TOKEN_BYTES * 10))
@@ -139,7 +139,7 @@ def test_blocks_beyond_the_capacity_are_evicted_from_the_tail() -> None:
     assert result.evicted == 2
 
 
-def test_the_cpus_path_costs_what_it_adds() -> None:
+def test_the_cpu_path_costs_its_extra_steps() -> None:
     work = requests((0, 1024, 0, [1, 2]), (10, 1100, 0, [1, 2, 3]))
     cpu, triggered = _run(work, path="cpu"), _run(work)
     assert cpu.fetch_s[1] > triggered.fetch_s[1]
@@ -163,8 +163,8 @@ def test_engines_share_the_work_and_drives_share_the_bytes() -> None:
     assert [one.units for one in result.usage["NICs, out"]] == pytest.approx([put / 4] * 4)
 
 
-def test_an_engine_that_waits_for_a_fetch_is_not_taken_for_idle() -> None:
-    """Follow-ups at once go where least is to do, though no engine has anything to compute yet."""
+def test_an_engine_that_waits_for_a_fetch_is_not_considered_idle() -> None:
+    """Concurrent follow-ups go to the least loaded engine, even before any engine computes."""
     two = replace(ONE, engines=2, gpus_per_engine=1, gpus_per_root=1)
     follow_ups = [(10.0, 2024, [1, 2, 3, 4]), (10.0, 1034, [1, 2, 5]), (10.0, 1034, [1, 2, 6])]
     before = [(0.0, 1024, [1, 2]), (0.0, 1536, [7, 8, 9])]
@@ -188,7 +188,7 @@ def test_decode_waits_for_a_slot_and_delays_no_first_token() -> None:
     assert result.usage["decode"][0].waited_s == pytest.approx(1.01 - 0.05), "the fifth waits for the first"
 
 
-def test_the_same_seed_gives_the_same_result_and_another_another() -> None:
+def test_the_same_seed_gives_the_same_result_and_another_seed_another() -> None:
     def ttft(seed: int) -> bytes:
         return _run(chats(Chats(sessions=40, seed=seed))).ttft_s.tobytes()
 
@@ -197,7 +197,7 @@ def test_the_same_seed_gives_the_same_result_and_another_another() -> None:
 
 
 def test_nothing_is_lost_on_the_way() -> None:
-    """Whatever is put is served by every stop exactly once, in messages and in bytes."""
+    """Every stop serves everything put exactly once, in messages and in bytes."""
     result = _run(chats(Chats(sessions=60, sessions_per_s=0.2, seed=3)))
     (drive,), (link_in,), (link_out,) = (
         result.usage[name] for name in ("drives", "node links, in", "node links, out")
@@ -210,7 +210,7 @@ def test_nothing_is_lost_on_the_way() -> None:
 
 
 def test_a_request_waits_until_an_engine_has_room_for_its_kv() -> None:
-    """Room for one request at a time: the second comes in when the first's answer is written."""
+    """Room for one request at a time: the second starts when the first's answer is complete."""
     weights = 2 * TINY.parameters
     room = 1.5 * 612 * TOKEN_BYTES
     tight = replace(ONE, gpu_memory_bytes=(weights + room) / 0.9)
@@ -239,7 +239,7 @@ def test_blocks_may_have_any_size() -> None:
     assert (result.block_hits, result.fetched_tokens) == (4, 64)
 
 
-def test_attention_to_what_came_before_takes_its_operations() -> None:
+def test_attention_to_earlier_tokens_takes_its_operations() -> None:
     looking = replace(TINY, plain_widths=None)
     flops = 1000 * 2e9 + (1000 * 500 + 1000**2 / 2) * 2 * 4 * (125 + 125)
     assert looking.prefill_flops(1000, 500) == pytest.approx(flops)

@@ -29,7 +29,7 @@ def test_the_same_seed_makes_the_same_chats(trace: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out == trace.read_text()
 
 
-def test_paths_stand_side_by_side_and_twice_gives_the_same(
+def test_paths_are_compared_side_by_side_and_reproducibly(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["replay", str(trace), "--model", "llama-3-8b", "--set", "gpus_per_engine=2"]
@@ -50,7 +50,7 @@ def test_paths_stand_side_by_side_and_twice_gives_the_same(
     assert capsys.readouterr().out == text
 
 
-def test_json_has_numbers_in_full(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_full_precision(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(trace), "--path", "triggered", "--path", "recompute", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     triggered, recompute = document["paths"]["triggered"], document["paths"]["recompute"]
@@ -73,7 +73,9 @@ class _Page(HTMLParser):
         self.fetched += [str(value) for name, value in attrs if name in {"src", "href"}]
 
 
-def test_the_page_needs_nothing_else(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_loads_nothing_from_elsewhere(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "page.html"
     assert main(["replay", str(trace), "--html", str(path)]) == 0
     table = capsys.readouterr().out
@@ -94,7 +96,7 @@ def test_the_page_needs_nothing_else(trace: Path, tmp_path: Path, capsys: pytest
 SMALL_PLAN = ["plan", "--model", "llama-3-8b", "--users", "50", "--history-tokens", "2048"]
 
 
-def test_a_plan_says_why_and_tries_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_gives_its_reasons_and_tries_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL_PLAN, "--way", "recompute", "--way", "triggered", "--trial"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"^triggered +[\d.,]+ .* 1 engine of 8 GPUs; 1 node of", text, re.MULTILINE)
@@ -118,7 +120,7 @@ def test_a_plan_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert first.split(",")[3] == str(plan["usd_per_hour"])
 
 
-def test_where_no_cluster_keeps_the_deadline_it_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_cluster_keeps_the_deadline_the_plan_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(["plan", "--model", "llama-3.1-405b", "--history-tokens", "100000", "--way", "triggered"]) == 0
     )
@@ -144,7 +146,9 @@ def test_the_highest_rate_of_a_given_cluster(capsys: pytest.CaptureFixture[str])
     assert row["turns_per_s"] == pytest.approx(row["users"] / 69)
 
 
-def test_a_sweep_is_each_value_alone(trace: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_sweep_varies_each_value_alone(
+    trace: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     plot = tmp_path / "cost.svg"
     command = ["replay", str(trace), "--model", "llama-3-8b", "--path", "triggered", "--json"]
     assert main([*command, "--sweep", "drives_per_node=2,4", "--plot", str(plot)]) == 0
@@ -162,7 +166,7 @@ def test_a_sweep_is_each_value_alone(trace: Path, capsys: pytest.CaptureFixture[
     ]
 
 
-def test_a_config_is_served_as_the_model_it_is_of(
+def test_a_config_is_used_as_the_model_it_describes(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {
@@ -191,7 +195,7 @@ def test_a_config_is_served_as_the_model_it_is_of(
     assert "with sliding windows; it takes a model, whose layers keep all tokens" in capsys.readouterr().err
 
 
-def test_a_plan_can_be_swept_over_what_users_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_can_be_swept_over_user_behaviour(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL_PLAN, "--way", "recompute", "--sweep", "users=20,2000", "--csv"]) == 0
     head, few, many = (line.split(",") for line in capsys.readouterr().out.splitlines())
     users, cost = head.index("users"), head.index("usd_per_hour")
@@ -199,7 +203,7 @@ def test_a_plan_can_be_swept_over_what_users_do(capsys: pytest.CaptureFixture[st
     assert float(few[cost]) < float(many[cost])
 
 
-def test_of_pairs_those_stay_that_nothing_beats() -> None:
+def test_of_pairs_only_the_undominated_remain() -> None:
     assert pareto([(1, 5), (2, 3), (3, 3), (4, 1), (1, 5)]) == [True, True, False, True, True]
 
 

@@ -16,7 +16,7 @@ from tests.readme import commands
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
 
 
-def test_the_commands_run_as_they_stand(
+def test_the_commands_run_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -44,7 +44,7 @@ def test_every_command_is_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_table_of_presets_is_what_comes_out(name: str) -> None:
+def test_the_table_of_presets_matches_the_output(name: str) -> None:
     (row,) = re.findall(rf"^\| `{name}` \|.*\| ([\d.]+)(?: to ([\d.]+))? \|$", PAGE, re.MULTILINE)
     speedups = [point.speedup for point in curve(PRESETS[name])]
     for printed, found in zip((row[0], row[1] or row[0]), (min(speedups), max(speedups)), strict=True):

@@ -40,12 +40,12 @@ def _run(
     return simulate(work, TINY, cluster, path, Terms(engine="steps", **terms))  # type: ignore[arg-type]
 
 
-def test_a_prompt_alone_is_computed_in_chunks() -> None:
+def test_a_single_prompt_is_computed_in_chunks() -> None:
     result = _run(requests((0, 250, 0, [1])))
     assert result.ttft_s.tolist() == [pytest.approx(0.25 + 3 * 1e-3, rel=1e-3)]
 
 
-def test_an_answer_takes_a_step_a_token() -> None:
+def test_an_answer_takes_one_step_a_token() -> None:
     result = _run(requests((0, 100, 11, [1])))
     assert result.ttft_s[0] == pytest.approx(0.101, rel=1e-3)
     assert result.token_s[0] == pytest.approx(2e-3, rel=1e-3), "1 ms for the token, 1 ms for the step"
@@ -53,7 +53,7 @@ def test_an_answer_takes_a_step_a_token() -> None:
 
 
 def test_answers_are_slower_while_a_prompt_is_computed() -> None:
-    """Interference: while 990 tokens come in chunks of 99 beside the answer's one, each of its tokens takes 101 ms."""
+    """Interference: with 990 tokens in chunks of 99 beside the answer's one, each of its tokens takes 101 ms."""
     work = requests((0, 100, 101, [1]), (0.15, 990, 0, [2, 3]))
     alone, beside = _run(work[:1]), _run(work)
     assert alone.token_s[0] == pytest.approx(2e-3, rel=1e-3)
@@ -70,7 +70,7 @@ def test_an_engine_does_not_compute_stored_blocks_again() -> None:
     assert _run(forgotten, small).cached_tokens == 0
 
 
-def test_a_prompt_goes_to_the_engine_that_has_its_prefix_unless_that_has_more_to_do() -> None:
+def test_a_prompt_goes_to_the_engine_that_has_its_prefix_unless_that_one_is_busier() -> None:
     two = replace(STEPS, engines=2, decode_slots=8)
     quiet = requests((0, 1024, 0, [1, 2]), (10, 512, 0, [9]), (20, 1124, 0, [1, 2, 3]))
     assert _run(quiet, two).cached_tokens == 1024
@@ -78,13 +78,13 @@ def test_a_prompt_goes_to_the_engine_that_has_its_prefix_unless_that_has_more_to
     assert _run(busy, two).ttft_s[2] < 1.2, "it does not wait behind five seconds of another's prompt"
 
 
-def test_only_so_many_are_on_an_engine_at_a_time() -> None:
+def test_the_number_of_requests_on_an_engine_is_bounded() -> None:
     one = replace(STEPS, decode_slots=1)
     result = _run(requests((0, 100, 51, [1]), (0, 100, 0, [2])), one)
     assert result.ttft_s[1] == pytest.approx(0.101 + 50 * 2e-3 + 0.101, rel=1e-2)
 
 
-def test_room_is_free_again_when_an_answer_is_written() -> None:
+def test_room_is_free_again_when_an_answer_is_complete() -> None:
     small = replace(STEPS, gpu_memory_bytes=2e9 / 0.9 + 3.5 * 512 * 2000 / 0.9)  # three blocks
     result = _run(requests((0, 600, 200, [1, 2]), (0, 600, 200, [3, 4]), (0, 600, 200, [5, 6])), small)
     assert result.ttft_s[0] < result.ttft_s[1] < result.ttft_s[2] < 5
@@ -100,7 +100,7 @@ def test_blocks_lost_from_gpus_are_fetched_from_the_store() -> None:
     assert result.put_bytes == (1024 + 1500 + 100) * 2000
 
 
-def test_of_a_prefix_only_what_the_gpus_lack_is_fetched() -> None:
+def test_of_a_prefix_only_blocks_missing_on_the_gpus_are_fetched() -> None:
     two = replace(STEPS, engines=2)
     # The second turn is computed where the first was not: its engine is busy. The third finds part of it here.
     work = requests((0, 1024, 0, [1, 2]), (10, 1536, 0, [1, 2, 3]), (20, 2148, 0, [1, 2, 3, 4, 5]))
@@ -108,7 +108,7 @@ def test_of_a_prefix_only_what_the_gpus_lack_is_fetched() -> None:
     assert result.cached_tokens + result.fetched_tokens == 1024 + 1536
 
 
-def test_prefill_and_decode_pools_hand_the_kv_over() -> None:
+def test_prefill_and_decode_pools_hand_over_the_kv() -> None:
     pools = replace(STEPS, engines=2, prefill_engines=1)
     result = _run(requests((0, 100, 11, [1])), pools)
     assert result.ttft_s[0] == pytest.approx(0.101, rel=1e-3)
@@ -160,7 +160,7 @@ def test_nothing_is_lost_and_memory_is_never_exceeded(
 
 
 @given(st.lists(st.integers(2, 200), min_size=1, max_size=6), st.floats(0, 30))
-def test_a_stretch_of_steps_ends_as_its_steps_one_by_one(answers: list[int], asked_s: float) -> None:
+def test_a_stretch_of_steps_equals_its_steps_one_by_one(answers: list[int], asked_s: float) -> None:
     speeds = Speeds(model("llama-3-8b"), Cluster())
 
     def engine() -> Engine:
@@ -211,7 +211,7 @@ RTX_PRO_6000 = replace(
 )
 
 
-def test_how_far_it_is_from_vllm_on_a_real_gpu() -> None:
+def test_the_deviation_from_vllm_on_a_real_gpu() -> None:
     with PUBLISHED.open(newline="") as file:
         rows = list(csv.DictReader(file))
     fresh, work = 0, []
@@ -243,8 +243,8 @@ def _thinking(work: list[Request], **terms: object) -> Result:
     return simulate(work, TINY, THINKS, "triggered", Terms(always_get=True, **terms))  # type: ignore[arg-type]
 
 
-def test_a_user_recognised_early_enough_finds_the_history_in_memory() -> None:
-    """The history is put at once, and leaves the node's memory before the user comes back."""
+def test_a_user_recognised_early_finds_the_history_in_memory() -> None:
+    """The history is put at once, and leaves the node's memory before the user returns."""
     others = [(1.1 + i, 1024, 0, [100 + 2 * i, 101 + 2 * i]) for i in range(2)]
     small = replace(THINKS, node_memory_bytes=2.5 * 512 * 2000)
     rows = requests((0, 1024, 0, [1, 2]), *others, (20, 1100, 0, [1, 2, 3]))

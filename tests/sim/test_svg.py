@@ -20,7 +20,7 @@ def _line(name: str = "a & b <c>") -> Series:
     return Series(name, [1, 10, 100], [1.0, 2.0, 3.0], marked=True)
 
 
-def test_a_figure_is_well_formed_and_says_what_it_shows() -> None:
+def test_a_figure_is_well_formed_and_has_its_description() -> None:
     svg = figure([Chart("title", "size, B", "seconds", [_line()], x_log=True)], caption=("A caveat. " * 30,))
     words = _texts(svg)
     for expected in ("title", "size, B", "seconds", "a & b <c>", "1", "10", "100"):
@@ -31,14 +31,14 @@ def test_a_figure_is_well_formed_and_says_what_it_shows() -> None:
     )
 
 
-def test_it_stands_alone() -> None:
+def test_a_figure_is_self_contained() -> None:
     svg = figure([Bars("t", "x", ["g"], [("s", [1.0])], rule=(2.0, "here"))])
     assert svg.count("http") == 1, "the namespace is a name, nothing is fetched"
     assert "<script" not in svg
     assert "href" not in svg
 
 
-def test_everything_drawn_lies_within_the_picture() -> None:
+def test_everything_drawn_is_within_the_picture() -> None:
     svg = figure(
         [Chart("t", "x", "y", [Series("s", [1, 1e13], [1e-6, 5e3])], x_log=True, y_log=True), *[_bars()] * 2],
         columns=2,
@@ -91,11 +91,11 @@ def test_an_axis_has_enough_ticks_and_covers_its_values(low: float, high: float,
         (0.02, "20 mB"),
     ],
 )
-def test_numbers_are_written_short(value: float, text: str) -> None:
+def test_numbers_are_formatted_briefly(value: float, text: str) -> None:
     assert si(value, "B") == text
 
 
-def test_the_number_behind_a_bar_does_not_touch_the_next_one() -> None:
+def test_the_number_after_a_bar_does_not_touch_the_next_one() -> None:
     groups = [f"part {i}" for i in range(12)]
     bars = Bars("busy", "%", groups, [(name, [1.0 + i for i in range(12)]) for name in "abc"])
     found = [float(y) for y in re.findall(r'<rect x="[\d.]+" y="([\d.]+)"', figure([bars]))]

@@ -34,7 +34,7 @@ def test_measured_points_are_exact_and_interpolated_linearly() -> None:
     assert profile.median_s("put", 3, 1, KIB) == pytest.approx(6e-3)
 
 
-def test_one_client_gets_puts_and_gets_again() -> None:
+def test_a_single_client_gets_and_puts_repeatedly() -> None:
     load = Load([_gets([1, 2, 3], [1, 2, 3, 4])], KIB, HOME, 100)
     outcome = replay(_profile(), load)
     assert (outcome.blocks, outcome.hits) == (7, 3)
@@ -44,7 +44,7 @@ def test_one_client_gets_puts_and_gets_again() -> None:
     assert outcome.gets_per_s == pytest.approx(2 / outcome.duration_s)
 
 
-def test_several_clients_are_slower_each_and_do_not_wait_for_each_other() -> None:
+def test_several_clients_are_each_slower_and_do_not_wait_for_each_other() -> None:
     stored = _gets([1, 2, 3, 4, 5])
     alone = replay(_profile(), Load([stored], KIB, HOME, 100, stored))
     both = replay(_profile(), Load([stored * 3, stored], KIB, HOME, 100, stored))
@@ -58,7 +58,7 @@ def test_a_full_drive_evicts_the_least_recently_used_block() -> None:
     assert replay(_profile(), load).hits == 2, "both of block 1: block 2 went for block 3"
 
 
-def test_users_are_where_the_clients_of_several_nodes_put_them() -> None:
+def test_users_are_placed_as_clients_of_several_nodes_place_them() -> None:
     nodes = [f"10.0.0.{i}:7070" for i in range(3)]
     placement = Placement([(node.encode(), 1) for node in nodes])
     of_node = [user for user in range(60) if placement.order(b"", b"user %d" % user)[0] == 0]
@@ -68,7 +68,7 @@ def test_users_are_where_the_clients_of_several_nodes_put_them() -> None:
     assert replay(_profile(), Load([again], KIB, nodes, 3)).hits == 3
 
 
-def test_the_same_load_gives_the_same_and_times_lie_around_their_median_as_measured() -> None:
+def test_the_same_load_gives_the_same_times_spread_around_their_median_as_measured() -> None:
     seen = [Seen(1, KIB, 1e-3 * (1 + i / 100)) for i in range(101)]
     profile = MachineProfile({(kind, 1): seen for kind in KINDS})
     load = Load([_gets(*[[1]] * 4000)], KIB, HOME, 10)
@@ -86,6 +86,6 @@ def test_the_same_load_gives_the_same_and_times_lie_around_their_median_as_measu
         (Load([_gets(list(range(10)))], KIB, HOME, 10), "of 10 blocks of 1024 B; it takes blocks"),
     ],
 )
-def test_nothing_is_said_of_what_was_not_measured(load: Load, message: str) -> None:
+def test_nothing_is_predicted_beyond_the_measurements(load: Load, message: str) -> None:
     with pytest.raises(OutOfRange, match=message):
         replay(_profile(), load)

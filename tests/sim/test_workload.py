@@ -24,14 +24,14 @@ def _file(tmp_path: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_mooncakes_milliseconds_become_seconds_from_the_first_request(tmp_path: Path) -> None:
+def test_mooncake_milliseconds_become_seconds_from_the_first_request(tmp_path: Path) -> None:
     path = _file(tmp_path, "t.jsonl", LINE % (2500, 600, "[7, 8]") + "\n" + LINE % (1500, 512, "[7]"))
     first, second = read_trace(path)
     assert (first.arrival_s, first.input_tokens, first.blocks) == (0.0, 512, (7,))
     assert (second.arrival_s, second.output_tokens, second.blocks) == (1.0, 3, (7, 8))
 
 
-def test_burstgpts_sessions_begin_with_what_was_said(tmp_path: Path) -> None:
+def test_burstgpt_sessions_begin_with_earlier_messages(tmp_path: Path) -> None:
     rows = "5,a,m,1000,600,1600,c\n6,,m,700,1,701,c\n7,a,m,1700,10,1710,c\n8,b,m,0,0,0,c\n9,a,m,100,1,101,c\n"
     requests = read_trace(_file(tmp_path, "t.csv", HEAD + rows))
     assert [request.arrival_s for request in requests] == [0, 1, 2, 4]
@@ -89,13 +89,13 @@ def test_without_sessions_nothing_is_shared(tmp_path: Path) -> None:
         ("t.csv", HEAD + "x,a,m,1,1,2,c\n", "t.csv:2 is unreadable (ValueError("),
     ],
 )
-def test_a_bad_line_is_named(name: str, text: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_line_is_named(name: str, text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(OutOfRange) as caught:
         read_trace(_file(tmp_path, name, text))
     assert message in str(caught.value)
 
 
-def test_chats_are_like_they_are_asked_for() -> None:
+def test_chats_follow_their_settings() -> None:
     terms = Chats(sessions=3000, sessions_per_s=2.0, turns=4.0, turn_tokens=400, answer_tokens=200, seed=5)
     made = chats(terms)
     assert len(made) / 3000 == pytest.approx(4.0, rel=0.05)
@@ -107,8 +107,8 @@ def test_chats_are_like_they_are_asked_for() -> None:
     assert len(firsts) == len(made), "no block twice in a prompt"
 
 
-def test_chats_take_their_seconds() -> None:
-    """Sessions a second, seconds of thinking, and seconds a token of the answer that is read."""
+def test_chats_take_their_time() -> None:
+    """Sessions a second, seconds of thinking, and seconds per token of the answer that the user reads."""
     firsts = chats(Chats(sessions=4000, sessions_per_s=5.0, turns=1.0, seed=3))
     assert firsts[-1].arrival_s == pytest.approx(4000 / 5.0, rel=0.05)
     one = chats(Chats(sessions=1, turns=200.0, think_s=30.0, token_s=0.1, system_tokens=0, seed=6))
@@ -120,7 +120,7 @@ def test_chats_take_their_seconds() -> None:
         assert b.arrival_s - a.arrival_s == pytest.approx(0.1 * a.output_tokens)
 
 
-def test_a_turn_begins_with_all_that_was_said_before() -> None:
+def test_a_turn_begins_with_everything_said_before() -> None:
     made = chats(Chats(sessions=1, turns=30.0, system_tokens=0, seed=2))
     assert len(made) > 3
     for before, after in itertools.pairwise(made):
@@ -137,7 +137,7 @@ def test_sessions_share_their_system_prompts() -> None:
     assert len({request.blocks[2] for request in made}) == 50
 
 
-def test_chats_survive_being_written_and_read(tmp_path: Path) -> None:
+def test_chats_round_trip_through_a_file(tmp_path: Path) -> None:
     made = chats(Chats(sessions=20, seed=9))
     read = read_trace(_file(tmp_path, "c.jsonl", "\n".join(write_mooncake(made))))
     assert [request[1:] for request in read] == [request[1:] for request in made]
@@ -152,7 +152,7 @@ def test_chats_survive_being_written_and_read(tmp_path: Path) -> None:
         ({"think_s": -1}, "--think-s is -1; it takes seconds, from 0 to 1,000,000."),
     ],
 )
-def test_chats_out_of_range_are_refused(terms: dict[str, float], message: str) -> None:
+def test_settings_out_of_range_are_refused(terms: dict[str, float], message: str) -> None:
     with pytest.raises(OutOfRange) as caught:
         Chats(**terms)  # type: ignore[arg-type]
     assert str(caught.value) == message

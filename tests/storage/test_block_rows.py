@@ -152,7 +152,7 @@ def _changed_places(data: bytearray) -> None:
     "forge",
     [_name_twice, _generation_twice, _no_generation, _one_less, _one_more, _another_sum, _changed_places],
 )
-def test_a_foreign_change_is_found_though_each_check_is_right(
+def test_a_foreign_change_is_detected_even_if_each_check_is_valid(
     tmp_path: Path, forge: Callable[[bytearray], None]
 ) -> None:
     model = Model(tmp_path / "blocks", 3)
@@ -170,7 +170,7 @@ def test_a_foreign_change_is_found_though_each_check_is_right(
         BlockTable.load(model.path)
 
 
-def test_rows_that_change_places_while_it_is_open_are_not_taken_for_each_other(tmp_path: Path) -> None:
+def test_rows_swapped_while_the_file_is_open_are_not_confused(tmp_path: Path) -> None:
     model = Model(tmp_path / "blocks", 3)
     model.table.put(rows_of_entries([(name, model.some_entry()) for name in NAMES]))
     data = bytearray(model.path.read_bytes())
@@ -307,7 +307,7 @@ def test_a_scan_of_one_tenant_returns_none_of_a_tenant_with_an_equal_mark(tmp_pa
 
 
 @pytest.mark.parametrize("seed", range(SEEDS // 3))
-def test_names_with_equal_hashes_are_told_apart(tmp_path: Path, seed: int) -> None:
+def test_names_with_equal_hashes_are_distinguished(tmp_path: Path, seed: int) -> None:
     for one, other in PAIRS:
         hashes = [siphash(bytes(16), TENANTS[number % 3] + key(number)) for number in (one, other)]
         assert hashes[0] >> 16 == hashes[1] >> 16

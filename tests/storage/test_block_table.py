@@ -139,7 +139,7 @@ def contents(table: BlockTable) -> dict[Name, Entry]:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_it_has_what_was_put_and_not_removed_over_reopenings(tmp_path: Path, seed: int) -> None:
+def test_it_has_exactly_the_stored_blocks_across_reopenings(tmp_path: Path, seed: int) -> None:
     model = Model(tmp_path / "blocks", seed)
     for _ in range(40):
         model.step()
@@ -153,7 +153,7 @@ def test_it_has_what_was_put_and_not_removed_over_reopenings(tmp_path: Path, see
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_process_that_dies_within_a_change_has_made_all_of_it_or_nothing(tmp_path: Path, seed: int) -> None:
-    """Any part of a change's rows may be in the file; the head comes last."""
+    """Any part of a change's rows may be in the file; the head is written last."""
     model = Model(tmp_path / "blocks", seed)
     for _ in range(model.dice.randrange(1, 12)):
         model.step()
@@ -197,7 +197,7 @@ def test_a_reader_undoes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS // 2))
-def test_any_bit_of_what_is_live_that_was_flipped_is_seen(tmp_path: Path, seed: int) -> None:
+def test_any_flipped_bit_of_a_live_row_is_detected(tmp_path: Path, seed: int) -> None:
     model = Model(tmp_path / "blocks", seed)
     for _ in range(12):
         model.step()
@@ -225,8 +225,8 @@ def test_any_bit_of_what_is_live_that_was_flipped_is_seen(tmp_path: Path, seed: 
 
 
 @pytest.mark.parametrize("what", ["put", "remove"])
-def test_a_removal_that_was_forged_or_undone_is_seen(tmp_path: Path, what: str) -> None:
-    """The mark of a removal has no check of its own: the head says how many are live."""
+def test_a_forged_or_reverted_removal_is_detected(tmp_path: Path, what: str) -> None:
+    """The mark of a removal has no check of its own: the head says how many rows are live."""
     model = Model(tmp_path / "blocks", 3)
     for _ in range(10):
         model.put()
@@ -257,7 +257,7 @@ def unwritable(model: Model) -> Iterator[None]:
         os.close(own)
 
 
-def test_a_change_that_could_not_be_written_has_changed_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     for seed in range(20):
         model = Model(tmp_path / "blocks", seed)
         for _ in range(10):
@@ -307,8 +307,8 @@ def test_a_block_refused_for_its_generation_leaves_the_one_of_its_name(tmp_path:
 
 
 @pytest.mark.parametrize("tenant", [None, TENANTS[1]])
-def test_a_scan_finds_what_is_there_all_the_time(tmp_path: Path, tenant: bytes | None) -> None:
-    """Blocks come, go, and move to other rows meanwhile."""
+def test_a_scan_finds_every_block_that_exists_throughout(tmp_path: Path, tenant: bytes | None) -> None:
+    """Blocks are added, removed, and moved to other rows meanwhile."""
     for seed in range(20):
         model = Model(tmp_path / "blocks", seed)
         for _ in range(30):
@@ -332,7 +332,7 @@ def test_a_scan_finds_what_is_there_all_the_time(tmp_path: Path, tenant: bytes |
         model.table.close()
 
 
-def test_a_slot_is_used_again(tmp_path: Path) -> None:
+def test_a_slot_is_reused(tmp_path: Path) -> None:
     model = Model(tmp_path / "blocks", 1)
     for _ in range(300):
         model.put()
@@ -368,7 +368,7 @@ def test_a_row_takes_as_much_memory_as_the_header_says(tmp_path: Path) -> None:
     assert 29 < float(said) < 45, "29, and what arrays have to spare"
 
 
-def test_names_of_different_tenants_are_different(tmp_path: Path) -> None:
+def test_names_of_different_tenants_differ(tmp_path: Path) -> None:
     model = Model(tmp_path / "blocks", 1)
     batch = [((tenant, key(1)), model.some_entry()) for tenant in TENANTS]
     model.table.put(rows_of_entries(batch))

@@ -371,7 +371,7 @@ def has_lanes(seed: int) -> bool:
     return seed % 4 >= 2
 
 
-def test_half_of_the_seeds_encrypt_whatever_else_they_do() -> None:
+def test_half_of_the_seeds_encrypt_in_addition() -> None:
     seeds = range(FIRST, FIRST + 16)
     assert sum(map(is_encrypted, seeds)) == len(seeds) // 2
     for is_small in (False, True):

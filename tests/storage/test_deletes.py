@@ -68,7 +68,7 @@ def test_a_deleted_block_does_not_come_back_with_a_scan(fake: StoreRig) -> None:
 
 
 def test_an_evicted_block_whose_name_was_deleted_later_does_not_come_back(fake: StoreRig) -> None:
-    """The older record was freed without anybody waiting for it; it must not outlive the deletion."""
+    """The older record was freed in the background; it must not outlive the deletion."""
     fake.put(1, b"first")
     first, _ = fake.record_at(1)
     fake.put(2, b"in between")
@@ -144,7 +144,7 @@ def test_another_records_header_is_not_wiped_by_a_quarantine(fake: StoreRig) -> 
     assert fake.get(2)[1] == b"two"
 
 
-def test_a_synced_deletion_is_reported_after_a_sync_that_began_behind_the_wipe(fake: StoreRig) -> None:
+def test_a_synced_deletion_is_reported_after_a_sync_that_began_after_the_wipe(fake: StoreRig) -> None:
     fake.put(1, b"payload", Durability.SYNCED)
     before = len(disk_of(fake).kinds)
     fake.delete(1, Durability.SYNCED)
@@ -170,7 +170,7 @@ def test_a_deletion_is_not_reported_before_wipes_that_began_before_it(fake: Stor
     assert fake.delete_done[tag].error is None
 
 
-def test_a_block_whose_put_is_under_way_is_deleted_after_it(fake: StoreRig) -> None:
+def test_a_block_whose_put_is_in_flight_is_deleted_after_it(fake: StoreRig) -> None:
     put = fake.start_put(1, b"payload")
     delete = fake.start_delete(1)
     fake.settle()
@@ -179,7 +179,7 @@ def test_a_block_whose_put_is_under_way_is_deleted_after_it(fake: StoreRig) -> N
     assert fake.get(1)[0].miss is not None
 
 
-def test_a_block_that_is_being_read_is_wiped_after_that(fake: StoreRig) -> None:
+def test_a_block_being_read_is_wiped_afterwards(fake: StoreRig) -> None:
     fake.put(1, b"payload" * 1000)
     done: list[GetDone] = []
     address = fake.slots.free.pop()
@@ -197,7 +197,7 @@ def test_a_block_that_is_being_read_is_wiped_after_that(fake: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("fault", [-errno.EIO, -errno.ENOSPC])
-def test_a_wipe_that_fails_is_an_error_and_stops_the_store(fake: StoreRig, fault: int) -> None:
+def test_a_failed_wipe_is_an_error_and_stops_the_store(fake: StoreRig, fault: int) -> None:
     fake.put(1, b"payload")
     disk_of(fake).faults = {disk_of(fake).operations: fault}
     assert fake.delete(1).error is not None
@@ -218,7 +218,7 @@ def test_a_failed_sync_is_an_error_of_the_deletion(fake: StoreRig) -> None:
     assert isinstance(fake.delete(1, Durability.SYNCED).error, ReadOnly)
 
 
-def test_more_deletions_than_the_queue_takes_are_refused_whole(fake: StoreRig) -> None:
+def test_more_deletions_than_the_queue_takes_are_refused_as_a_whole(fake: StoreRig) -> None:
     fake.put(1, b"payload")
     generation = fake.get(1)[0].generation
     fake.store.evict([generation])
@@ -255,7 +255,7 @@ def test_a_clean_close_waits_for_wipes(tmp_path: Path) -> None:
     assert disk_of(rig).pages[offset // PAGE_BYTES] == bytes(PAGE_BYTES)
 
 
-def test_blocks_are_known_by_their_generations(fake: StoreRig) -> None:
+def test_blocks_are_identified_by_their_generations(fake: StoreRig) -> None:
     fake.put(1, b"one", expires_ms=fake.clock.now_ms + 1)
     old = fake.get(1)[0].generation
     fake.clock.now_ms += 1

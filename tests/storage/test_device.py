@@ -40,7 +40,7 @@ def open_over(data: Path, device: Path) -> Store:
     return Store.open(data, capacity_bytes=None, clock=SystemClock(), drives=[DriveSpec(device)])
 
 
-def test_a_device_is_formatted_once_and_known_again(tmp_path: Path, device: Path) -> None:
+def test_a_device_is_formatted_once_and_recognized_again(tmp_path: Path, device: Path) -> None:
     with open_over(tmp_path / "node", device) as store:
         assert store.statistics().capacity_bytes == SIZE
         name = store.name
@@ -48,7 +48,7 @@ def test_a_device_is_formatted_once_and_known_again(tmp_path: Path, device: Path
         assert store.name == name
 
 
-def test_a_device_with_something_on_it_is_left_alone(tmp_path: Path, device: Path) -> None:
+def test_a_device_with_content_is_left_alone(tmp_path: Path, device: Path) -> None:
     mark = b"_BHRfS_M"  # where one kind of file system begins: 64 KiB in
     with device.open("r+b") as raw:
         raw.seek(65536 + 64)
@@ -72,9 +72,7 @@ def test_a_path_that_is_neither_file_nor_device_is_refused(tmp_path: Path) -> No
         open_over(tmp_path / "node", folder)
 
 
-def test_a_device_that_is_given_to_a_folder_with_a_drive_becomes_its_second(
-    tmp_path: Path, device: Path
-) -> None:
+def test_a_device_given_to_a_folder_with_a_drive_becomes_its_second(tmp_path: Path, device: Path) -> None:
     with Store.open(tmp_path / "node", capacity_bytes=SIZE, clock=SystemClock()):
         pass
     for _ in range(2):

@@ -72,7 +72,7 @@ def reads_of(rig: StoreRig) -> int:
 
 @pytest.mark.parametrize("durability", [Durability.WRITTEN, Durability.SYNCED])
 @pytest.mark.parametrize("meanwhile", [lambda _: None, restart, close_and_open])
-def test_a_torn_record_that_a_scan_found_swallows_no_put(
+def test_a_torn_record_found_by_a_scan_completes_no_put(
     fake: StoreRig, durability: Durability, meanwhile: object
 ) -> None:
     fake.put(1, PAYLOAD)
@@ -87,7 +87,7 @@ def test_a_torn_record_that_a_scan_found_swallows_no_put(
     assert fake.get(1)[1] == PAYLOAD
 
 
-def test_a_whole_record_that_a_scan_found_settles_a_put_once_it_is_checked(fake: StoreRig) -> None:
+def test_an_intact_record_found_by_a_scan_completes_a_put_once_it_is_checked(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     crash(fake)
     assert fake.store.statistics().doubted == 1
@@ -102,7 +102,7 @@ def test_a_whole_record_that_a_scan_found_settles_a_put_once_it_is_checked(fake:
     assert reads_of(fake) == reads, "what has been checked and synced is not doubted again"
 
 
-def test_a_get_that_found_the_crc_right_ends_the_doubt(fake: StoreRig) -> None:
+def test_a_get_with_a_valid_crc_ends_the_doubt(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     crash(fake)
     assert fake.get(1)[1] == PAYLOAD
@@ -112,7 +112,7 @@ def test_a_get_that_found_the_crc_right_ends_the_doubt(fake: StoreRig) -> None:
     assert fake.store.statistics().doubted == 0
 
 
-def test_after_sigkill_what_is_not_known_to_be_synced_is_doubted_and_nothing_else(fake: StoreRig) -> None:
+def test_after_sigkill_exactly_the_blocks_not_known_to_be_synced_are_doubted(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD, Durability.SYNCED)
     fake.put(2, PAYLOAD)
     restart(fake)
@@ -132,10 +132,10 @@ def test_after_sigkill_what_is_not_known_to_be_synced_is_doubted_and_nothing_els
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_the_doubt_of_a_block_goes_with_it(
+def test_the_doubt_of_a_block_is_removed_with_it(
     fake: StoreRig, monkeypatch: pytest.MonkeyPatch, *, dies: bool
 ) -> None:
-    """Also if the process dies when the block is gone and its doubt is not."""
+    """Also if the process dies when the block is removed and its doubt is not."""
     for number in range(3):
         fake.put(number, PAYLOAD)
     restart(fake)
@@ -185,7 +185,7 @@ def test_all_of_an_older_builds_index_is_doubted(fake: StoreRig) -> None:
     assert fake.get(1)[1] == PAYLOAD
 
 
-def test_a_record_that_cannot_be_read_settles_no_put(fake: StoreRig) -> None:
+def test_an_unreadable_record_completes_no_put(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     crash(fake)
     disk_of(fake).unreadable = {fake.record_at(1)[0] // PAGE_BYTES + 1}
@@ -222,7 +222,7 @@ def test_a_record_of_several_pieces_is_checked_to_its_end(large: StoreRig, harm:
     large.store.close()
 
 
-def test_many_puts_that_wait_for_checks_are_all_settled(fake: StoreRig) -> None:
+def test_many_puts_that_wait_for_checks_all_complete(fake: StoreRig) -> None:
     numbers = range(5 * CHECKS_AT_ONCE)
     for number in numbers:
         fake.put(number, PAYLOAD)
@@ -237,7 +237,7 @@ def test_many_puts_that_wait_for_checks_are_all_settled(fake: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("torn", [None, 1])
-def test_a_block_that_goes_while_it_is_checked_is_written(fake: StoreRig, torn: int | None) -> None:
+def test_a_block_removed_while_it_is_checked_is_written(fake: StoreRig, torn: int | None) -> None:
     fake.put(1, PAYLOAD)
     crash(fake, torn=torn)
     entry = fake.store.lookup([(TENANT, key(1))])[0]
@@ -249,7 +249,7 @@ def test_a_block_that_goes_while_it_is_checked_is_written(fake: StoreRig, torn: 
     assert fake.get(1)[1] == PAYLOAD
 
 
-def test_a_deletion_that_comes_during_a_check_comes_behind_the_put(fake: StoreRig) -> None:
+def test_a_deletion_during_a_check_follows_the_put(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     crash(fake)
     tag = fake.start_put(1, PAYLOAD)
@@ -275,7 +275,7 @@ def test_another_records_header_is_not_wiped_by_a_check(fake: StoreRig) -> None:
 
 
 def test_a_session_whose_record_is_torn_is_not_taken_from_the_index(fake: StoreRig) -> None:
-    """A step that is asked for again would count as done, and be lost with the next power loss."""
+    """A repeated step would count as executed, and be lost with the next power loss."""
     fake.put(1, PAYLOAD, Durability.SYNCED)
     fake.append(1, [1], first_block=0)
     place = fake.store.manifests.page(TENANT, b"", 1)[0][0][0]
@@ -307,7 +307,7 @@ def test_an_unchecked_block_of_a_failed_drive_is_put_elsewhere(pair: StoreRig) -
     assert pair.get(number)[1] == PAYLOAD, "from the drive where nobody doubts it"
 
 
-def test_a_torn_record_at_home_does_not_hide_what_another_drive_has(pair: StoreRig) -> None:
+def test_a_torn_record_at_home_does_not_hide_another_drives_block(pair: StoreRig) -> None:
     (number,) = homed(pair, 0)
     pair.put(number, PAYLOAD)
     for drive in pair.store.drives:
@@ -331,7 +331,7 @@ def test_a_torn_record_at_home_does_not_hide_what_another_drive_has(pair: StoreR
     assert pair.get(number)[1] == PAYLOAD
 
 
-def test_a_check_of_payloads_makes_an_index_that_doubts_only_what_is_torn(fake: StoreRig) -> None:
+def test_a_check_of_payloads_makes_an_index_that_doubts_only_torn_blocks(fake: StoreRig) -> None:
     for number in range(5):
         fake.put(number, PAYLOAD)
     fake.drive._volume.disk.sync()
@@ -346,7 +346,7 @@ def test_a_check_of_payloads_makes_an_index_that_doubts_only_what_is_torn(fake: 
     assert fake.store.explain(TENANT, key(3)).doubted
 
 
-def test_all_of_a_large_index_is_doubted_in_parts(fake: StoreRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_index_is_doubted_in_parts(fake: StoreRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.storage.doubts.DOUBTS_LISTED_AT_ONCE", 3)
     for number in range(10):
         fake.put(number, b"payload")
@@ -354,7 +354,7 @@ def test_all_of_a_large_index_is_doubted_in_parts(fake: StoreRig, monkeypatch: p
     assert fake.store.statistics().doubted == 10
 
 
-def test_doubts_go_with_the_index(fake: StoreRig) -> None:
+def test_doubts_are_removed_with_the_index(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD)
     crash(fake)
     fake.delete(1)
@@ -368,10 +368,8 @@ def test_doubts_go_with_the_index(fake: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("how", ["delete", "evict"])
-def test_a_header_inside_a_record_that_a_crash_brought_back_hides_none_behind_it(
-    fake: StoreRig, how: str
-) -> None:
-    """It began in the room of a record that was freed, and reached into the next; the crash kept the header alone."""
+def test_a_header_inside_a_record_restored_by_a_crash_hides_none_after_it(fake: StoreRig, how: str) -> None:
+    """It began in the room of a freed record, and reached into the next; the crash kept only the header."""
     fake.put(1, bytes(5 * PAGE_BYTES), Durability.SYNCED)
     fake.put(2, PAYLOAD, Durability.SYNCED)
     before = dict(disk_of(fake).pages)
@@ -416,7 +414,7 @@ def test_other_bytes_under_a_key_of_a_failed_drive_are_refused_at_any_durability
     assert pair.get(number)[1] == PAYLOAD
 
 
-def test_a_put_follows_one_of_its_name_that_is_under_way_on_another_drive(pair: StoreRig) -> None:
+def test_a_put_follows_one_of_its_name_in_flight_on_another_drive(pair: StoreRig) -> None:
     (number,) = homed(pair, 0)
     fail(pair, 0)
     assert pair.put(number, PAYLOAD).error is None

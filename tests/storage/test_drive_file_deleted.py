@@ -30,7 +30,7 @@ def other_beside(file: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", DELETIONS)
-def test_a_drive_whose_file_is_deleted_takes_no_more_puts_and_is_reported_once(
+def test_a_drive_whose_file_is_deleted_accepts_no_more_puts_and_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     rig = StoreRig(tmp_path / "data")

@@ -18,7 +18,7 @@ from tests.storage.rig import TENANT, USER, StoreRig, key, name
 BLOCKS = 60
 
 
-def test_a_session_lies_on_its_users_drive_and_names_blocks_on_all(pair: StoreRig) -> None:
+def test_a_session_is_on_its_users_drive_and_names_blocks_on_all(pair: StoreRig) -> None:
     for number in range(BLOCKS):
         pair.put(number, b"x")
     assert pair.append(1, range(BLOCKS)).blocks == BLOCKS
@@ -30,7 +30,7 @@ def test_a_session_lies_on_its_users_drive_and_names_blocks_on_all(pair: StoreRi
     assert pair.append(1, [BLOCKS]).error is not None, "no drive has that block"
 
 
-def test_sessions_go_elsewhere_when_their_drive_has_failed_and_stay_there(pair: StoreRig) -> None:
+def test_sessions_are_stored_elsewhere_when_their_drive_has_failed_and_stay_there(pair: StoreRig) -> None:
     home = user_drive(pair)
     for number in range(BLOCKS):
         pair.put(number, b"x")
@@ -67,8 +67,8 @@ def test_a_fork_from_another_drive_is_the_same_session(pair: StoreRig, blocks: i
     assert pair.fork(2, 1, 1).error is not None, "it is there already"
 
 
-def test_a_step_that_a_failing_drive_took_with_it_is_not_begun_elsewhere(pair: StoreRig) -> None:
-    """Its record may be on the failed drive, and would stand beside the new one after power loss."""
+def test_a_step_lost_with_a_failing_drive_is_not_started_elsewhere(pair: StoreRig) -> None:
+    """Its record may be on the failed drive, and would exist beside the new one after power loss."""
     home = user_drive(pair)
     pair.put(1, b"x")
     disk = pair.disks[home]
@@ -95,7 +95,7 @@ def test_records_of_a_step_without_room_are_doubted_until_their_wipe_is_synced(p
     assert not drive.holds_session(name_of_it)
 
 
-def test_a_session_is_not_begun_elsewhere_before_its_removal_is_synced(pair: StoreRig) -> None:
+def test_a_session_is_not_started_elsewhere_before_its_removal_is_synced(pair: StoreRig) -> None:
     home = user_drive(pair)
     pair.put(1, b"x")
     pair.append(1, [1], Durability.SYNCED)
@@ -112,7 +112,7 @@ def test_a_session_is_not_begun_elsewhere_before_its_removal_is_synced(pair: Sto
     assert pair.session(1) in ([1], None)
 
 
-def test_a_block_that_a_session_on_another_drive_names_is_not_unreferenced(pair: StoreRig) -> None:
+def test_a_block_that_a_session_on_another_drive_names_is_referenced(pair: StoreRig) -> None:
     home = user_drive(pair)
     numbers = [*homed(pair, 0, 2), *homed(pair, 1, 2)]
     for number in numbers:
@@ -138,7 +138,7 @@ def test_a_block_that_a_session_on_another_drive_names_is_not_unreferenced(pair:
     assert pair.store.statistics().blocks == 0
 
 
-def test_a_removal_with_blocks_is_reported_when_they_are_gone_from_every_drive(pair: StoreRig) -> None:
+def test_a_removal_with_blocks_is_reported_once_they_are_removed_from_every_drive(pair: StoreRig) -> None:
     home = user_drive(pair)
     numbers = homed(pair, 1 - home, 3)
     for number in numbers:
@@ -161,7 +161,7 @@ def test_a_removal_with_blocks_is_reported_when_they_are_gone_from_every_drive(p
     assert pair.session(1) is None
 
 
-def test_a_removal_whose_blocks_cannot_be_deleted_says_so(pair: StoreRig) -> None:
+def test_a_removal_whose_blocks_cannot_be_deleted_fails(pair: StoreRig) -> None:
     home = user_drive(pair)
     (number,) = homed(pair, 1 - home)
     pair.put(number, b"x")
@@ -171,8 +171,8 @@ def test_a_removal_whose_blocks_cannot_be_deleted_says_so(pair: StoreRig) -> Non
     assert pair.session(1) is None
 
 
-def test_every_drive_knows_where_its_blocks_stand_in_a_session_of_another(pair: StoreRig) -> None:
-    """So each lets go of the tail of a session first, wherever its manifest lies, and after an opening as well."""
+def test_every_drive_knows_the_positions_of_its_blocks_in_sessions_of_others(pair: StoreRig) -> None:
+    """So each evicts from a session's tail first, wherever its manifest is, and after reopening as well."""
     numbers = [*homed(pair, 0, 3), *homed(pair, 1, 3)]
     for number in numbers:
         pair.put(number, b"x")

@@ -116,10 +116,10 @@ def test_without_a_drive_its_blocks_are_misses_and_the_others_hits(rig: StoreRig
 
 @pytest.mark.parametrize("rebuilt", [False, True])
 @pytest.mark.parametrize("away", [0, 1])
-def test_a_drive_that_was_away_comes_back_empty_so_nothing_deleted_comes_back(
+def test_a_returning_drive_is_emptied_so_nothing_deleted_comes_back(
     rig: StoreRig, away: int, *, rebuilt: bool
 ) -> None:
-    """All of it is voided: it doesn't know what was deleted, replaced or begun anew without it."""
+    """It is voided: it doesn't know which blocks were deleted, replaced or restarted without it."""
     theirs = on(rig, away)
     left = a_drive_away(rig, away)
     elsewhere = min(theirs - {min(theirs)})
@@ -141,7 +141,7 @@ def test_a_drive_that_was_away_comes_back_empty_so_nothing_deleted_comes_back(
     assert stored(rig) == left | theirs
 
 
-def test_a_session_begun_anew_while_its_drive_was_away_is_the_one_that_counts(rig: StoreRig) -> None:
+def test_a_session_restarted_while_its_drive_was_away_is_the_valid_one(rig: StoreRig) -> None:
     away = rig.store._placement.order(b"tenant-of-tests!", b"a-user-of-tests!")[0]
     a_drive_away(rig, away)
     number = min(stored(rig))
@@ -153,7 +153,7 @@ def test_a_session_begun_anew_while_its_drive_was_away_is_the_one_that_counts(ri
 
 
 def test_the_old_blocks_of_a_returned_drive_are_void_after_power_loss_at_any_write(tmp_path: Path) -> None:
-    """A fault at each write of the opening that takes it back, on either drive, and power loss."""
+    """A fault at each write of the opening that readmits it, on either drive, and power loss."""
     for position in (0, 1):
         for number in range(12):
             case = StoreRig(tmp_path / f"{position}-{number}", disks=[FakeDisk(), FakeDisk(seed=1)])
@@ -179,8 +179,8 @@ def test_the_old_blocks_of_a_returned_drive_are_void_after_power_loss_at_any_wri
             case.store.close()
 
 
-def test_nothing_is_lost_when_leaving_a_drive_out_fails_at_any_write(tmp_path: Path) -> None:
-    """The set without it never counted, so it has missed nothing."""
+def test_nothing_is_lost_if_leaving_a_drive_out_fails_at_any_write(tmp_path: Path) -> None:
+    """The set without it was never valid, so it has missed nothing."""
     failed = 0
     for number in range(12):
         case = StoreRig(tmp_path / f"{number}", disks=[FakeDisk(), FakeDisk(seed=1)])
@@ -213,7 +213,7 @@ def _held_by(rig: StoreRig, position: int) -> set[int]:
     return {number for number, entry in zip(PAYLOADS, entries, strict=True) if entry is not None}
 
 
-def test_without_the_folders_file_no_drive_is_left_out_but_all_are_believed(rig: StoreRig) -> None:
+def test_without_the_folders_file_no_drive_is_left_out_and_all_are_trusted(rig: StoreRig) -> None:
     rig.store.close()
     (rig.data / SET_NAME).unlink()
     refused(rig, ConfigError, "Start once with all of them", without=(1,))
@@ -222,7 +222,7 @@ def test_without_the_folders_file_no_drive_is_left_out_but_all_are_believed(rig:
     assert read_set(rig.data) is not None
 
 
-def test_without_the_folders_file_the_drives_say_which_of_them_is_stale(rig: StoreRig) -> None:
+def test_without_the_folders_file_the_drives_tell_which_of_them_is_stale(rig: StoreRig) -> None:
     left = a_drive_away(rig, 1)
     rig.store.close()
     (rig.data / SET_NAME).write_text("{half a li")
@@ -230,7 +230,7 @@ def test_without_the_folders_file_the_drives_say_which_of_them_is_stale(rig: Sto
     assert stored(rig) == left
 
 
-def test_a_stale_drive_does_not_go_on_alone(rig: StoreRig) -> None:
+def test_a_stale_drive_does_not_continue_by_itself(rig: StoreRig) -> None:
     left = a_drive_away(rig, 1)
     rig.store.close()
     rig.away = {0}
@@ -240,7 +240,7 @@ def test_a_stale_drive_does_not_go_on_alone(rig: StoreRig) -> None:
     assert stored(rig) == left
 
 
-def test_a_drive_that_can_be_opened_is_left_out_all_the_same_if_so_asked(rig: StoreRig) -> None:
+def test_a_drive_that_can_be_opened_is_left_out_if_requested(rig: StoreRig) -> None:
     ours = on(rig, 0)
     rig.store.close()
     rig.disks = fresh(rig.disks)
@@ -250,7 +250,7 @@ def test_a_drive_that_can_be_opened_is_left_out_all_the_same_if_so_asked(rig: St
 
 
 @pytest.mark.parametrize("number", [2, -1])
-def test_a_drive_that_the_store_has_not_cannot_be_left_out(rig: StoreRig, number: int) -> None:
+def test_a_drive_that_the_store_lacks_cannot_be_left_out(rig: StoreRig, number: int) -> None:
     rig.store.close()
     refused(rig, ConfigError, f"There is no drive {number} to leave out", without=(number,))
     opened(rig)
@@ -280,7 +280,7 @@ def test_drives_under_each_others_names_are_refused(rig: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_drive_with_a_damaged_superblock_stops_nothing_but_itself(rig: StoreRig, number: int) -> None:
+def test_a_drive_with_a_damaged_superblock_affects_only_itself(rig: StoreRig, number: int) -> None:
     ours = on(rig, 1 - number)
     rig.store.close()
     for copy in (0, 1):
@@ -311,7 +311,7 @@ def test_a_drive_that_has_become_blank_is_not_formatted_unless_its_index_is_remo
     assert len(rig.store.drives) == 2
 
 
-def test_a_drive_that_fails_while_it_is_opened_is_named(rig: StoreRig) -> None:
+def test_a_drive_that_fails_during_opening_is_named(rig: StoreRig) -> None:
     rig.kill()
     rig.disks = fresh(rig.disks)
     rig.disks[1].fault_from = (2, -errno.EIO)  # behind the reading of its superblock
@@ -320,7 +320,7 @@ def test_a_drive_that_fails_while_it_is_opened_is_named(rig: StoreRig) -> None:
     opened(rig, without=(1,))
 
 
-def test_a_drive_is_added_and_takes_its_share_of_what_comes(rig: StoreRig) -> None:
+def test_an_added_drive_takes_its_share_of_new_blocks(rig: StoreRig) -> None:
     rig.store.close()
     rig.disks.append(FakeDisk(seed=2))
     opened(rig)
@@ -366,7 +366,7 @@ def test_adding_a_drive_that_fails_at_any_write_loses_nothing(tmp_path: Path) ->
             case.store.close()
 
 
-def test_fsck_does_not_look_into_a_drive_that_was_left_out(rig: StoreRig) -> None:
+def test_fsck_does_not_examine_a_drive_that_was_left_out(rig: StoreRig) -> None:
     left = a_drive_away(rig, 1)
     rig.store.close()
     rig.disks = fresh(rig.disks)
@@ -382,17 +382,17 @@ def test_fsck_does_not_look_into_a_drive_that_was_left_out(rig: StoreRig) -> Non
 # --- the rules by themselves
 
 
-def test_a_whole_set_is_taken_as_it_is() -> None:
+def test_a_complete_set_is_opened_as_it_is() -> None:
     found = {number: superblock(number, 7, 2) for number in (0, 1)}
     assert plan(found, DriveSet(STORE, 7, 2), indexes=[0, 1]) == ([0, 1], [], [], 2, 7, False)
 
 
-def test_a_set_whose_beginning_was_cut_short_is_begun_again_with_a_higher_number() -> None:
+def test_an_interrupted_set_is_restarted_with_a_higher_number() -> None:
     found = {0: superblock(0, 8, 2), 1: superblock(1, 7, 2)}
     assert plan(found, DriveSet(STORE, 7, 2)) == ([0, 1], [], [], 2, 9, True)
 
 
-def test_a_drive_behind_the_set_that_counts_is_stale() -> None:
+def test_a_drive_older_than_the_valid_set_is_stale() -> None:
     found = {0: superblock(0, 8, 2), 1: superblock(1, 7, 2)}
     assert plan(found, DriveSet(STORE, 8, 2)) == ([0], [1], [], 2, 9, True)
     assert plan(found, None) == ([0], [1], [], 2, 9, True)
@@ -407,7 +407,7 @@ def test_a_missing_drive_is_noticed_even_if_it_is_not_named() -> None:
         plan({1: superblock(1, 7, 2)}, DriveSet(STORE, 7, 2))
 
 
-def test_a_store_has_no_more_drives_than_its_generations_are_for() -> None:
+def test_the_number_of_drives_is_bounded_by_the_generations() -> None:
     with pytest.raises(ConfigError, match=f"at most {DRIVES_MAX}"):
         plan(dict.fromkeys(range(DRIVES_MAX + 1)), None)
     assert plan(dict.fromkeys(range(DRIVES_MAX)), None).blank == list(range(DRIVES_MAX))
@@ -441,7 +441,7 @@ def files(tmp_path: Path) -> Iterator[StoreRig]:
     rig.store.close()
 
 
-def test_drives_that_were_given_once_are_known_from_then_on(files: StoreRig) -> None:
+def test_drives_given_once_are_remembered(files: StoreRig) -> None:
     files.store.close()
     files.open()
     assert len(files.store.drives) == 2
@@ -452,7 +452,7 @@ def test_drives_that_were_given_once_are_known_from_then_on(files: StoreRig) -> 
     assert [(files.data / f"drive-{number}.kv").readlink().name for number in (0, 1)] == ["a.kv", "b.kv"]
 
 
-def test_a_link_keeps_the_name_that_was_given(tmp_path: Path) -> None:
+def test_a_link_keeps_the_given_name(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data")
     rig.specs = [DriveSpec(tmp_path / "a.kv", DRIVE_CAPACITY_BYTES_MIN)]
     rig.open().close()
@@ -465,7 +465,7 @@ def test_a_link_keeps_the_name_that_was_given(tmp_path: Path) -> None:
     assert (rig.data / "drive-0.kv").readlink() == tmp_path / "by-id"
 
 
-def test_a_new_folder_knows_the_drives_by_what_they_say(files: StoreRig, tmp_path: Path) -> None:
+def test_a_new_folder_recognizes_the_drives_by_their_superblocks(files: StoreRig, tmp_path: Path) -> None:
     files.store.close()
     files.data = tmp_path / "another"
     files.specs.reverse()
@@ -474,7 +474,7 @@ def test_a_new_folder_knows_the_drives_by_what_they_say(files: StoreRig, tmp_pat
     assert (files.data / "drive-0.kv").readlink().name == "a.kv"
 
 
-def test_a_third_file_is_made_and_added(files: StoreRig, tmp_path: Path) -> None:
+def test_a_third_file_is_created_and_added(files: StoreRig, tmp_path: Path) -> None:
     files.store.close()
     files.specs = [DriveSpec(tmp_path / "c.kv", 2 * DRIVE_CAPACITY_BYTES_MIN)]
     files.open()
@@ -483,7 +483,7 @@ def test_a_third_file_is_made_and_added(files: StoreRig, tmp_path: Path) -> None
     assert 0.4 < len(on(files, 2)) / BLOCKS + 0.5 < 1.4
 
 
-def test_a_file_with_something_in_it_is_not_formatted_nor_linked(files: StoreRig, tmp_path: Path) -> None:
+def test_a_file_with_content_is_neither_formatted_nor_linked(files: StoreRig, tmp_path: Path) -> None:
     files.store.close()
     thesis = tmp_path / "thesis"
     thesis.write_bytes(bytes(65536) + b"years of work" + bytes(DRIVE_CAPACITY_BYTES_MIN))
@@ -523,8 +523,8 @@ def test_a_file_is_not_the_drive_of_two_nodes(files: StoreRig, tmp_path: Path) -
     assert stored(files) == set(PAYLOADS)
 
 
-def test_a_path_that_is_not_there_is_not_made_unless_a_size_is_given(tmp_path: Path) -> None:
-    """It may be the name of a device, which will not be there any better for a file in its place."""
+def test_a_missing_path_is_not_created_unless_a_size_is_given(tmp_path: Path) -> None:
+    """It may be the name of a device, which a file in its place would not bring back."""
     rig = StoreRig(tmp_path / "data")
     rig.specs = [DriveSpec(tmp_path / "nvme9n1")]
     with pytest.raises(ConfigError, match="give its size"):
@@ -532,8 +532,8 @@ def test_a_path_that_is_not_there_is_not_made_unless_a_size_is_given(tmp_path: P
     assert not (tmp_path / "nvme9n1").exists()
 
 
-def test_a_drive_whose_joining_failed_is_not_missed_afterwards(tmp_path: Path) -> None:
-    """The others have the number of the set that it was to be in; but that set never counted."""
+def test_a_drive_that_failed_to_join_is_not_missed_afterwards(tmp_path: Path) -> None:
+    """The others have the number of the set that it was to join; but that set was never valid."""
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     for number, payload in PAYLOADS.items():
@@ -550,7 +550,7 @@ def test_a_drive_whose_joining_failed_is_not_missed_afterwards(tmp_path: Path) -
     rig.store.close()
 
 
-def test_a_drive_that_was_removed_is_named_and_its_place_can_be_given_to_a_new_one(
+def test_a_removed_drive_is_named_and_its_place_can_be_given_to_a_new_one(
     files: StoreRig, tmp_path: Path
 ) -> None:
     ours = on(files, 0)
@@ -570,7 +570,7 @@ def test_a_drive_that_was_removed_is_named_and_its_place_can_be_given_to_a_new_o
     assert [drive.number for drive in files.store.drives] == [0, 1]
 
 
-def test_a_drive_cut_from_outside_is_named_and_the_other_opens(files: StoreRig, tmp_path: Path) -> None:
+def test_a_drive_truncated_from_outside_is_named_and_the_other_opens(files: StoreRig, tmp_path: Path) -> None:
     ours = on(files, 0)
     files.store.close()
     os.truncate(tmp_path / "b.kv", 5 * PAGE_BYTES)
@@ -580,7 +580,7 @@ def test_a_drive_cut_from_outside_is_named_and_the_other_opens(files: StoreRig, 
     assert stored(files) == ours
 
 
-def test_a_drive_cut_under_a_running_store_gives_misses_for_its_own_blocks_only(
+def test_a_drive_truncated_under_a_running_store_is_a_miss_only_for_its_own_blocks(
     files: StoreRig, tmp_path: Path
 ) -> None:
     os.truncate(tmp_path / "b.kv", 2 * PAGE_BYTES)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 BLOCKS = 60
 
 
-def test_blocks_go_home_and_come_back_from_there(pair: StoreRig) -> None:
+def test_blocks_are_stored_at_home_and_read_from_there(pair: StoreRig) -> None:
     payloads = {number: b"payload of %d" % number for number in range(BLOCKS)}
     for number, payload in payloads.items():
         assert pair.put(number, payload).error is None
@@ -52,7 +52,7 @@ def test_blocks_go_home_and_come_back_from_there(pair: StoreRig) -> None:
     assert [state.failure for state in pair.store.drive_states()] == ["", ""]
 
 
-def test_no_two_blocks_have_the_same_generation_whichever_drive_they_are_on(pair: StoreRig) -> None:
+def test_no_two_blocks_on_any_drives_have_the_same_generation(pair: StoreRig) -> None:
     for number in range(BLOCKS):
         pair.put(number, b"x")
     entries = pair.store.lookup([(TENANT, key(number)) for number in range(BLOCKS)])
@@ -88,7 +88,7 @@ def test_a_bad_payload_is_forgotten_by_the_drive_that_has_it(pair: StoreRig, pos
 
 @pytest.mark.parametrize("fault", [-errno.EIO, -errno.ENOSPC, SHORT])
 @pytest.mark.parametrize("position", [0, 1])
-def test_a_failed_drive_is_read_and_what_belongs_there_goes_elsewhere(
+def test_a_failed_drive_is_read_and_its_new_blocks_go_elsewhere(
     pair: StoreRig, position: int, fault: int
 ) -> None:
     before, during, after = homed(pair, position, 3)
@@ -109,7 +109,7 @@ def test_a_failed_drive_is_read_and_what_belongs_there_goes_elsewhere(
     assert pair.store.statistics().takes_puts
 
 
-def test_a_failed_sync_takes_only_its_own_drive(pair: StoreRig) -> None:
+def test_a_failed_sync_affects_only_its_own_drive(pair: StoreRig) -> None:
     ours, theirs = homed(pair, 0)[0], homed(pair, 1)[0]
     disk = pair.disks[0]
     disk.faults = {disk.operations + 1: -errno.EIO}
@@ -148,7 +148,7 @@ def test_when_all_drives_have_failed_puts_fail_and_blocks_are_read(pair: StoreRi
     assert all(pair.get(number)[1] == b"payload" for number in numbers)
 
 
-def test_an_expired_block_on_a_failed_drive_is_put_anew_elsewhere(pair: StoreRig) -> None:
+def test_an_expired_block_on_a_failed_drive_is_put_again_elsewhere(pair: StoreRig) -> None:
     (number,) = homed(pair, 0)
     pair.put(number, b"old", expires_ms=pair.clock.now_ms + 5)
     fail(pair, 0)
@@ -160,7 +160,7 @@ def test_an_expired_block_on_a_failed_drive_is_put_anew_elsewhere(pair: StoreRig
     assert pair.get(number)[1] == b"new"
 
 
-def test_a_deletion_is_reported_when_every_drive_has_done_it(pair: StoreRig) -> None:
+def test_a_deletion_is_reported_once_every_drive_has_executed_it(pair: StoreRig) -> None:
     (number,) = homed(pair, 0)
     pair.put(number, b"payload")
     other = homed(pair, 1)[0]
@@ -187,7 +187,7 @@ def test_a_deletion_fails_while_a_drive_has_failed(pair: StoreRig) -> None:
     assert pair.get_miss(number)
 
 
-def test_a_batch_of_deletions_with_one_tag_and_with_names_twice_is_answered_one_by_one(
+def test_a_batch_of_deletions_with_one_tag_and_repeated_names_is_answered_one_by_one(
     pair: StoreRig,
 ) -> None:
     for number in range(BLOCKS):
@@ -239,7 +239,7 @@ def test_the_prefix_runs_over_all_drives_and_ends_at_the_first_hole(pair: StoreR
 
 
 def test_callbacks_that_call_the_store_again_are_served(pair: StoreRig) -> None:
-    """Reports of one drive bring work to the other about, whose descriptor nobody has looked at yet."""
+    """Reports of one drive cause work on the other, whose descriptor has not been polled yet."""
     numbers = [homed(pair, 0)[0], homed(pair, 1)[0]]
     for number in numbers:
         pair.put(number, b"x")
@@ -258,7 +258,7 @@ def test_callbacks_that_call_the_store_again_are_served(pair: StoreRig) -> None:
         pair.poll()
 
 
-def test_a_callback_that_raises_does_not_take_the_answers_of_others_with_it(pair: StoreRig) -> None:
+def test_a_callback_that_raises_loses_no_answers_of_others(pair: StoreRig) -> None:
     done: list[DeleteDone] = []
 
     def raising(answers: object) -> None:
@@ -363,7 +363,7 @@ def _put_twice(rig: StoreRig, numbers: list[int]) -> dict[int, bytes]:
     return safe
 
 
-def test_fsck_finds_and_mends_each_drive_by_itself(tmp_path: Path) -> None:
+def test_fsck_checks_and_repairs_each_drive_by_itself(tmp_path: Path) -> None:
     rig = two(tmp_path / "data")
     rig.open()
     for number in range(BLOCKS):
@@ -391,7 +391,7 @@ def test_fsck_finds_and_mends_each_drive_by_itself(tmp_path: Path) -> None:
     rig.store.close()
 
 
-def test_fsck_goes_on_without_a_drive_that_cannot_be_opened(tmp_path: Path) -> None:
+def test_fsck_continues_without_a_drive_that_cannot_be_opened(tmp_path: Path) -> None:
     rig = two(tmp_path / "data")
     rig.open()
     for number in range(BLOCKS):
@@ -405,7 +405,7 @@ def test_fsck_goes_on_without_a_drive_that_cannot_be_opened(tmp_path: Path) -> N
     assert report.counts["blocks"] == BLOCKS - theirs
 
 
-def test_random_order_of_ends_over_two_drives_serves_every_get(tmp_path: Path) -> None:
+def test_random_completion_order_over_two_drives_serves_every_get(tmp_path: Path) -> None:
     rig = two(tmp_path / "data", seed=9)
     rig.open()
     rng = random.Random(9)

@@ -101,7 +101,7 @@ def records_of(drive: bytes, ring: FakeKeyring) -> dict[tuple[bytes, bytes], tup
 def test_no_manifest_overtakes_chunks_that_wait_for_their_key(
     sealed: StoreRig, monkeypatch: pytest.MonkeyPatch, *, is_made: bool
 ) -> None:
-    """The key may be there when it comes. It once named a chunk at the superblock, which its end overwrote."""
+    """The key may be available by then. A manifest once named a chunk at the superblock, which was then overwritten."""
     rig, count = sealed, 300
     for number in range(count):
         assert rig.put(number, b"x", domain=USER).error is None
@@ -133,7 +133,7 @@ def test_no_manifest_overtakes_chunks_that_wait_for_their_key(
     assert bytes(rig.disk.pages[0]) == before
 
 
-def test_a_stranger_with_the_keys_reads_what_the_store_wrote(real_sealed: StoreRig) -> None:
+def test_a_stranger_with_the_keys_reads_the_stores_records(real_sealed: StoreRig) -> None:
     rig, expected = real_sealed, {}
     for number, size in enumerate([1, 4096, 5000, 50_000, 4095, 12_288]):
         expected[TENANT, key(number)] = 1, os.urandom(size)
@@ -150,7 +150,7 @@ def test_a_stranger_with_the_keys_reads_what_the_store_wrote(real_sealed: StoreR
     rig.open()
 
 
-def test_nothing_of_a_payload_a_key_or_a_label_is_on_the_drive_in_the_clear(real_sealed: StoreRig) -> None:
+def test_no_payload_key_or_label_is_on_the_drive_in_the_clear(real_sealed: StoreRig) -> None:
     rig = real_sealed
     for number in range(20):
         assert rig.put(number, MARK * (1 + 40 * number), expires_ms=0).error is None
@@ -166,7 +166,7 @@ def test_nothing_of_a_payload_a_key_or_a_label_is_on_the_drive_in_the_clear(real
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_blocks_come_back_after_a_restart(sealed: StoreRig, *, scanned: bool) -> None:
+def test_blocks_are_readable_after_a_restart(sealed: StoreRig, *, scanned: bool) -> None:
     for number in range(12):  # more domains than the vault has places
         assert sealed.put(number, MARK * (number + 1), domain=domain(number)).error is None
     sealed.append(1, range(12))
@@ -184,7 +184,7 @@ def test_blocks_come_back_after_a_restart(sealed: StoreRig, *, scanned: bool) ->
     sealed.open()
 
 
-def test_a_get_leaves_what_it_finds_erased_to_the_erasure_that_counts_it(sealed: StoreRig) -> None:
+def test_a_get_leaves_erased_blocks_to_the_erasure_that_counts_them(sealed: StoreRig) -> None:
     assert sealed.keyring is not None
     for number in (0, 1):
         assert sealed.put(number, MARK, Durability.SYNCED, domain=domain(1)).error is None
@@ -204,7 +204,7 @@ def test_a_get_leaves_what_it_finds_erased_to_the_erasure_that_counts_it(sealed:
 
 
 @pytest.mark.parametrize("how", ["at once", "reopened", "scanned"])
-def test_when_a_key_is_gone_its_blocks_are_erased_and_no_others(sealed: StoreRig, how: str) -> None:
+def test_when_a_key_is_destroyed_exactly_its_blocks_are_erased(sealed: StoreRig, how: str) -> None:
     for number in range(4):
         assert sealed.put(number, MARK, Durability.SYNCED, domain=domain(number % 2)).error is None
     sealed.append(1, range(4))
@@ -234,7 +234,7 @@ def test_when_a_key_is_gone_its_blocks_are_erased_and_no_others(sealed: StoreRig
         assert sealed.session(1) is None, "its user's manifest can't be read"
 
 
-def test_a_store_that_is_encrypted_from_now_on_has_both_kinds_of_records(
+def test_a_store_that_starts_to_encrypt_has_both_kinds_of_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Encrypting, "step", lambda _: None)  # what was in the clear stays so
@@ -281,7 +281,7 @@ def test_a_flipped_bit_is_a_miss_and_never_bytes(sealed: StoreRig, page: int, bi
         assert done.miss.reason is MissReason.CORRUPT
 
 
-def test_a_longer_life_is_written_into_an_encrypted_header(sealed: StoreRig) -> None:
+def test_a_longer_expiry_is_written_into_an_encrypted_header(sealed: StoreRig) -> None:
     now = sealed.clock.now_ms
     sealed.put(1, MARK, expires_ms=now + 1000)
     assert sealed.put(1, MARK, expires_ms=now + 5000).error is None
@@ -293,7 +293,7 @@ def test_a_longer_life_is_written_into_an_encrypted_header(sealed: StoreRig) -> 
         assert sealed.get(1)[1] == MARK
 
 
-def test_a_slot_stays_in_the_clear_for_its_reader(sealed: StoreRig) -> None:
+def test_a_slot_stays_unencrypted_for_its_reader(sealed: StoreRig) -> None:
     """The slot of a put is also the copy in memory that is sent to others."""
     tag = sealed.start_put(1, MARK)
     slot = sealed._slot_of[tag]
@@ -330,7 +330,7 @@ def test_a_put_whose_domain_gets_no_key_fails_and_writes_nothing(tmp_path: Path)
 
 
 def test_a_drive_that_was_rolled_back_encrypts_other_bytes_otherwise(sealed: StoreRig) -> None:
-    """Its generations are given once more: with the same nonces, what is put now would give away what was put then."""
+    """Its generations are reused: with the same nonces, new puts would reveal the old ones."""
     assert sealed.disk is not None
     sealed.store.close()
     before = dict(sealed.disk.pages)

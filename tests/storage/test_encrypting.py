@@ -109,7 +109,7 @@ def is_sound(rig: StoreRig) -> bool:
     return report.damage == []
 
 
-def test_all_that_was_in_the_clear_is_encrypted_and_the_rest_overwritten(plain: StoreRig) -> None:
+def test_everything_unencrypted_is_encrypted_and_the_rest_overwritten(plain: StoreRig) -> None:
     rig = opened(plain)
     before = rig.store.statistics()
     assert before.clear_bytes >= sum(len(payload(number)) for number in range(BLOCKS))
@@ -127,7 +127,7 @@ def test_all_that_was_in_the_clear_is_encrypted_and_the_rest_overwritten(plain: 
     assert rig.store.statistics().clear_bytes == 0
 
 
-def test_a_store_that_was_encrypted_from_its_beginning_has_nothing_to_do(tmp_path: Path) -> None:
+def test_a_store_encrypted_from_its_start_has_nothing_to_do(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk())
     opened(rig)
     assert rig.put(1, payload(1)).error is None
@@ -139,8 +139,8 @@ def test_a_store_that_was_encrypted_from_its_beginning_has_nothing_to_do(tmp_pat
 
 
 @pytest.mark.parametrize("power", [False, True])
-def test_it_goes_on_after_being_killed_at_any_moment(plain: StoreRig, *, power: bool) -> None:
-    """At every few operations of the drive, and then again while it goes on."""
+def test_it_continues_after_being_killed_at_any_moment(plain: StoreRig, *, power: bool) -> None:
+    """At every few operations of the drive, and then again while it continues."""
     rig, lives = plain, 0
     left = random.Random(3)
     opened(rig)
@@ -171,10 +171,10 @@ def test_it_goes_on_after_being_killed_at_any_moment(plain: StoreRig, *, power: 
     assert not is_marked(rig)
 
 
-def test_a_sync_that_is_wanted_at_once_follows_one_that_is_under_way(
+def test_a_sync_requested_at_once_follows_one_in_progress(
     plain: StoreRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else encrypting rests for good on a node where nobody else needs a sync."""
+    """Otherwise encrypting stops for good on a node where nothing else needs a sync."""
     monkeypatch.setattr(Encrypting, "step", lambda _: None)
     rig, heard = opened(plain), list[str]()
     writes = rig.drive._writes
@@ -218,7 +218,7 @@ def held_in_the_middle(rig: StoreRig) -> int:
 
 @pytest.mark.parametrize("durability", list(Durability)[1:])
 @pytest.mark.parametrize("in_the_middle", [False, True])
-def test_a_block_that_is_deleted_meanwhile_stays_deleted(
+def test_a_block_deleted_meanwhile_stays_deleted(
     plain: StoreRig, durability: Durability, *, in_the_middle: bool
 ) -> None:
     rig = opened(plain)
@@ -240,7 +240,7 @@ def test_a_block_that_is_deleted_meanwhile_stays_deleted(
     assert is_sound(rig)
 
 
-def test_a_put_of_a_block_that_is_being_written_anew_is_settled_with_it(plain: StoreRig) -> None:
+def test_a_put_of_a_block_being_rewritten_completes_with_it(plain: StoreRig) -> None:
     rig = opened(plain)
     for _ in range(BLOCKS // 2):
         number = held_in_the_middle(rig)
@@ -279,7 +279,7 @@ def test_guards_stay_until_their_holders_release_them(plain: StoreRig) -> None:
     assert rig.drive.keeping._moved == {}
 
 
-def test_a_block_that_is_evicted_or_expires_meanwhile_does_not_come_back(plain: StoreRig) -> None:
+def test_a_block_evicted_or_expired_meanwhile_does_not_come_back(plain: StoreRig) -> None:
     rig = opened(plain)
     evicted = []
     for _ in range(4):
@@ -296,7 +296,7 @@ def test_a_block_that_is_evicted_or_expires_meanwhile_does_not_come_back(plain: 
     assert is_sound(rig)
 
 
-def test_a_get_of_the_old_place_is_right_while_the_block_moves(plain: StoreRig) -> None:
+def test_a_get_of_the_old_place_is_correct_while_the_block_moves(plain: StoreRig) -> None:
     rig = opened(plain)
     assert rig.disk is not None
     for number in range(BLOCKS):
@@ -334,7 +334,7 @@ def test_a_damaged_block_is_a_miss_and_is_overwritten(plain: StoreRig, *, unread
     assert not is_marked(rig)
 
 
-def test_a_full_drive_waits_for_room_and_says_so(tmp_path: Path) -> None:
+def test_a_full_drive_waits_for_room_and_reports_it(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk(), Slots(64, 1 << 20))
     rig.open()
     size = 900 << 10
@@ -389,7 +389,7 @@ def test_it_works_a_bounded_part_of_the_time(plain: StoreRig, monkeypatch: pytes
     encrypted(rig)
 
 
-def test_a_lane_goes_on_meanwhile(plain: StoreRig) -> None:
+def test_a_lane_continues_meanwhile(plain: StoreRig) -> None:
     rig = opened(plain)
     rig.use_lanes(3)
     for number in range(100, 130):
@@ -461,11 +461,8 @@ def has_ground(rig: StoreRig) -> bool:
     return bool(rig.drive._writes.ground.lent)
 
 
-def test_ground_that_a_lane_gives_back_is_overwritten_too(tmp_path: Path) -> None:
-    """It isn't free when the free pages are looked at, and is as it was when it comes back.
-
-    The blocks that stay are far from each other: wherever the ground is, it has pages of deleted ones.
-    """
+def test_ground_returned_by_a_lane_is_overwritten_too(tmp_path: Path) -> None:
+    """It isn't free when the free pages are checked, and is unchanged when returned; deleted pages lie everywhere."""
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     numbers = range(DRIVE_CAPACITY_BYTES_MIN // (60 << 10))
@@ -491,7 +488,7 @@ def test_ground_that_a_lane_gives_back_is_overwritten_too(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_label_is_left_though_sessions_change_and_it_is_killed_meanwhile(
+def test_no_label_is_left_even_if_sessions_change_and_the_process_is_killed_meanwhile(
     tmp_path: Path, seed: int
 ) -> None:
     chance = random.Random(seed)

@@ -138,7 +138,7 @@ def test_an_erased_session_leaves_nothing_once_an_interrupted_erasure_is_repeate
     assert how != "power" or len(others) == 2
 
 
-def test_a_session_that_can_not_be_overwritten_is_not_reported_as_erased(
+def test_a_session_that_cannot_be_overwritten_is_not_reported_as_erased(
     filled: tuple[Path, dict[int, bytes]], tmp_path: Path
 ) -> None:
     rig = used(filled, tmp_path / "data", 1)

@@ -82,7 +82,7 @@ def some_polls(rig: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
-def test_a_store_far_smaller_than_what_is_put_takes_every_put(small: StoreRig, policy: str) -> None:
+def test_a_store_far_smaller_than_its_puts_accepts_every_put(small: StoreRig, policy: str) -> None:
     small.store.close()
     small.disk = FakeDisk(disk_of(small).pages, capacity=PAGES * PAGE_BYTES)
     small.policy = policy
@@ -111,7 +111,7 @@ def test_a_store_far_smaller_than_what_is_put_takes_every_put(small: StoreRig, p
     assert statistics.waiting_for_room == 0
 
 
-def test_a_real_drive_far_smaller_than_what_is_put_takes_every_put(tmp_path: Path) -> None:
+def test_a_real_drive_far_smaller_than_its_puts_accepts_every_put(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data", slots=Slots(64, 1 << 20))
     rig.open()
     rng = random.Random(2)
@@ -158,7 +158,7 @@ def test_lru_is_exact_through_the_store(small: StoreRig, seed: int) -> None:
     assert lost > 50
 
 
-def test_blocks_that_are_put_again_or_got_from_memory_are_used_by_that(small: StoreRig) -> None:
+def test_repeated_puts_and_gets_from_memory_count_as_uses(small: StoreRig) -> None:
     fill(small, 0, FIT - 2)
     small.put(0, payload_of(0))
     small.store.used([small.store.lookup([(TENANT, key(1))])[0].generation])  # type: ignore[union-attr]
@@ -175,7 +175,7 @@ def test_room_is_made_ahead_so_that_a_put_finds_it(small: StoreRig) -> None:
     assert small.store.statistics().free_bytes >= marks.low_pages * PAGE_BYTES
 
 
-def test_the_rest_of_a_session_is_its_beginning(small: StoreRig) -> None:
+def test_the_beginning_of_a_session_remains(small: StoreRig) -> None:
     fill(small, 0, 6)
     small.append(1, range(6))
     fill(small, 10, 6)
@@ -189,7 +189,7 @@ def test_the_rest_of_a_session_is_its_beginning(small: StoreRig) -> None:
     assert stored(small, range(20)) == []
 
 
-def test_a_fork_and_a_truncated_session_go_from_their_tails_too(small: StoreRig) -> None:
+def test_a_fork_and_a_truncated_session_are_evicted_from_their_tails_too(small: StoreRig) -> None:
     fill(small, 0, 8)
     small.append(1, range(8))
     small.fork(2, 1, 6)
@@ -212,7 +212,7 @@ def test_uses_of_truncated_blocks_keep_no_others_of_their_session(small: StoreRi
     assert stored(small, range(5)) == [4]
 
 
-def test_a_block_that_comes_back_takes_its_place_in_its_session_again(small: StoreRig) -> None:
+def test_a_block_that_is_put_again_takes_its_place_in_its_session(small: StoreRig) -> None:
     fill(small, 0, 8)
     small.append(1, range(8))
     small.get(0)
@@ -258,7 +258,7 @@ def test_a_guarded_block_is_deleted_or_expires_when_its_guards_end(small: StoreR
     small.store.release([one for one in held if one], Guard.LEASE)
 
 
-def test_a_protected_session_keeps_what_it_has_and_what_it_will_have(small: StoreRig) -> None:
+def test_a_protected_session_keeps_present_and_future_blocks(small: StoreRig) -> None:
     fill(small, 0, 4)
     small.append(1, range(4))
     assert small.store.protect(session_name(1)) is None
@@ -278,7 +278,7 @@ def test_a_protected_session_keeps_what_it_has_and_what_it_will_have(small: Stor
             small.store.protect(session_name(1), blocks)
 
 
-def test_a_removed_session_is_not_protected_any_more(small: StoreRig) -> None:
+def test_a_removed_session_is_no_longer_protected(small: StoreRig) -> None:
     fill(small, 0, 4)
     small.append(1, range(4))
     small.store.protect(session_name(1))
@@ -317,7 +317,7 @@ def test_a_put_waits_for_the_end_of_a_lease(small: StoreRig) -> None:
     assert stored(small, range(4)) == [2, 3], "no more went than was needed"
 
 
-def test_a_small_put_does_not_pass_a_large_one_that_waits(small: StoreRig) -> None:
+def test_a_small_put_does_not_overtake_a_large_one_that_waits(small: StoreRig) -> None:
     held = hold_all(small, Guard.LEASE)
     small.store.release(held[:1], Guard.LEASE)
     small.delete(0)
@@ -333,7 +333,7 @@ def test_a_small_put_does_not_pass_a_large_one_that_waits(small: StoreRig) -> No
     assert small.put_done[little].error is None
 
 
-def test_a_put_does_not_wait_for_ever(small: StoreRig) -> None:
+def test_a_put_does_not_wait_forever(small: StoreRig) -> None:
     hold_all(small, Guard.LEASE)
     tags = [small.start_put(number, PAYLOAD) for number in (1000, 1001, 1002)]
     some_polls(small)
@@ -356,7 +356,7 @@ def test_a_put_does_not_wait_for_ever(small: StoreRig) -> None:
     assert isinstance(small.put_done[later].error, NoSpace)
 
 
-def test_a_put_does_not_wait_for_what_will_not_end(small: StoreRig) -> None:
+def test_a_put_does_not_wait_for_guards_that_will_not_end(small: StoreRig) -> None:
     held = hold_all(small, Guard.PROTECTED)
     error = small.put(1000, PAYLOAD).error
     assert isinstance(error, NoSpace)
@@ -400,7 +400,7 @@ def test_blocks_that_wait_for_a_sync_are_not_evicted(small: StoreRig) -> None:
     assert held
 
 
-def test_puts_that_wait_are_refused_when_the_drive_fails(small: StoreRig) -> None:
+def test_waiting_puts_are_refused_when_the_drive_fails(small: StoreRig) -> None:
     hold_all(small, Guard.LEASE)
     tags = [small.start_put(number, PAYLOAD) for number in (1000, 1001)]
     some_polls(small)
@@ -421,7 +421,7 @@ def test_closing_a_store_ends_all_waits(small: StoreRig) -> None:
     assert not small.store.statistics().rebuilt
 
 
-def test_an_expired_block_leaves_the_drive_by_itself(small: StoreRig) -> None:
+def test_an_expired_block_is_removed_from_the_drive_by_itself(small: StoreRig) -> None:
     free = small.store.statistics().free_bytes
     small.put(1, PAYLOAD, expires_ms=small.clock.now_ms + 10_000)
     small.put(2, PAYLOAD, expires_ms=small.clock.now_ms + 20_000)
@@ -441,7 +441,7 @@ def test_an_expired_block_leaves_the_drive_by_itself(small: StoreRig) -> None:
     assert reason(small, 2) is Reason.EXPIRED
 
 
-def test_a_large_put_costs_no_more_than_its_room_twice(small: StoreRig) -> None:
+def test_a_large_put_evicts_no_more_than_twice_its_room(small: StoreRig) -> None:
     rng = random.Random(3)
     for number in range(200):
         small.put(number, b"x")  # two pages each
@@ -456,7 +456,7 @@ def test_a_large_put_costs_no_more_than_its_room_twice(small: StoreRig) -> None:
     assert small.get(1000)[1] == bytes(large)
 
 
-def test_a_large_put_is_refused_if_what_is_held_lies_everywhere(small: StoreRig) -> None:
+def test_a_large_put_is_refused_if_guarded_blocks_lie_everywhere(small: StoreRig) -> None:
     for number in range(RECORDS_PAGES // 2 - 4):
         small.put(number, b"x")
     held = small.store.hold([(TENANT, key(number)) for number in range(0, 60, 3)], Guard.PROTECTED)
@@ -473,7 +473,7 @@ def test_a_large_put_is_refused_if_what_is_held_lies_everywhere(small: StoreRig)
     assert small.put(1003, bytes(14 * PAGE_BYTES)).error is None
 
 
-def test_a_large_put_waits_for_leases_that_lie_in_its_way(small: StoreRig) -> None:
+def test_a_large_put_waits_for_leases_in_its_way(small: StoreRig) -> None:
     for number in range(RECORDS_PAGES // 2 - 4):
         small.put(number, b"x")
     held = small.store.hold([(TENANT, key(number)) for number in range(0, 60, 3)], Guard.LEASE)
@@ -488,7 +488,7 @@ def test_a_large_put_waits_for_leases_that_lie_in_its_way(small: StoreRig) -> No
     assert [small.put_done[tag].error for tag in tags] == [None, None]
 
 
-def test_a_block_that_is_held_while_its_place_is_cleared_stays(small: StoreRig) -> None:
+def test_a_block_that_gets_a_guard_while_its_place_is_cleared_stays(small: StoreRig) -> None:
     fill(small, 0, 3)
     entries = small.store.lookup([(TENANT, key(number)) for number in range(3)])
     small.store.hold([(TENANT, key(1))], Guard.PIN)
@@ -496,7 +496,7 @@ def test_a_block_that_is_held_while_its_place_is_cleared_stays(small: StoreRig) 
     assert stored(small, range(3)) == [1]
 
 
-def test_a_put_larger_than_the_drive_is_refused_and_costs_nothing(tmp_path: Path) -> None:
+def test_a_put_larger_than_the_drive_is_refused_and_evicts_nothing(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk(), Slots(2, 20 << 20))
     rig.open()
     rig.put(1, b"stays")
@@ -507,7 +507,7 @@ def test_a_put_larger_than_the_drive_is_refused_and_costs_nothing(tmp_path: Path
     rig.store.close()
 
 
-def test_manifests_that_were_replaced_make_room_for_a_put_that_waits(small: StoreRig) -> None:
+def test_replaced_manifests_make_room_for_a_waiting_put(small: StoreRig) -> None:
     small.put(0, b"x")
     for _ in range(RECORDS_PAGES // 2 - 3):
         assert small.append(1, [0]).error is None
@@ -515,7 +515,7 @@ def test_manifests_that_were_replaced_make_room_for_a_put_that_waits(small: Stor
     assert small.session(1) is not None
 
 
-def test_after_a_restart_the_oldest_go_first_and_sessions_from_their_tails(small: StoreRig) -> None:
+def test_after_a_restart_the_oldest_are_evicted_first_and_sessions_from_their_tails(small: StoreRig) -> None:
     fill(small, 0, 5)
     small.append(1, range(5))
     fill(small, 10, 3)
@@ -529,7 +529,7 @@ def test_after_a_restart_the_oldest_go_first_and_sessions_from_their_tails(small
     assert gone == [4, 3, 2, 1, 0, 10, 11, 12]
 
 
-def test_where_a_block_went_can_be_asked(small: StoreRig) -> None:
+def test_the_reason_of_a_removal_can_be_queried(small: StoreRig) -> None:
     store, clock = small.store, small.clock
     assert str(store.explain(TENANT, key(1))).startswith("The block was never stored here")
     small.put(1, PAYLOAD)

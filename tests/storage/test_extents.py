@@ -15,7 +15,7 @@ from kvstore.storage.extents import Extents, lent_pages
 FIRST, UNTIL = 2, 66
 
 
-def test_the_smallest_extent_that_is_long_enough_gives_its_start() -> None:
+def test_the_smallest_extent_that_is_long_enough_is_allocated_from_its_start() -> None:
     extents = Extents.around([(2, 3), (10, 1), (15, 40)], FIRST, UNTIL)  # free: 5-10, 11-15, 55-66
     assert extents.allocate(4) == 11
     assert extents.allocate(4) == 5
@@ -25,12 +25,12 @@ def test_the_smallest_extent_that_is_long_enough_gives_its_start() -> None:
 
 
 @pytest.mark.parametrize("live", [[(2, 3), (4, 1)], [(1, 1)], [(65, 2)], [(5, 0)]])
-def test_live_extents_that_cannot_be_are_refused(live: list[tuple[int, int]]) -> None:
+def test_impossible_live_extents_are_refused(live: list[tuple[int, int]]) -> None:
     with pytest.raises(Corrupt):
         Extents.around(live, FIRST, UNTIL)
 
 
-def test_a_pinned_extent_comes_back_with_the_last_pin() -> None:
+def test_a_pinned_extent_is_freed_with_the_last_pin() -> None:
     extents = Extents.around([(2, 64)], FIRST, UNTIL)
     extents.pin(2)
     extents.pin(2)
@@ -43,7 +43,7 @@ def test_a_pinned_extent_comes_back_with_the_last_pin() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 2**16)), max_size=120))
 @settings(max_examples=200, deadline=None)
-def test_nothing_overlaps_and_neighbours_are_one(steps: list[tuple[int, int]]) -> None:
+def test_nothing_overlaps_and_neighbours_are_merged(steps: list[tuple[int, int]]) -> None:
     extents = Extents(FIRST, UNTIL)
     live: dict[int, int] = {}
     for length, choice in steps:
@@ -118,7 +118,7 @@ def test_held_pages_are_not_allocated() -> None:
     assert extents.allocate(80) == 30
 
 
-def test_free_pages_are_found_from_a_page_on_and_what_was_not_written_is_noted() -> None:
+def test_free_pages_are_listed_from_a_page_on_and_unwritten_ones_noted() -> None:
     extents = Extents(10, 110)
     assert extents.allocate(20) == 10
     assert extents.free_from(0) == (30, 80)
@@ -136,7 +136,7 @@ def test_free_pages_are_found_from_a_page_on_and_what_was_not_written_is_noted()
 
 
 def test_a_piece_is_found_as_fast_after_many_of_its_length() -> None:
-    """A drive of a long life has many free pieces of one length, and the first of them is taken again and again."""
+    """An old drive has many free pieces of one length, and the first of them is taken again and again."""
     extents = Extents(0, 1 << 19)
     held = [extents.allocate(2) for _ in range(1 << 17)]
     for start in held[::2]:
@@ -174,7 +174,7 @@ def test_a_second_free_is_refused_and_changes_nothing() -> None:
         extents.allocate(0)
 
 
-def test_many_at_once_are_the_same_as_one_by_one() -> None:
+def test_a_batch_equals_single_calls() -> None:
     one, many = Extents(FIRST, UNTIL), Extents(FIRST, UNTIL)
     taken = [one.allocate(4) for _ in range(10)]
     assert [many.allocate(4) for _ in range(10)] == taken
@@ -197,7 +197,7 @@ def test_many_at_once_are_the_same_as_one_by_one() -> None:
     assert (one.pinned, one.free_pages) == (0, UNTIL - FIRST - 3 * 4)
 
 
-def test_of_several_that_fit_alike_the_one_goes_that_has_been_so_for_the_longest_time() -> None:
+def test_of_several_that_fit_alike_the_one_free_for_the_longest_time_is_allocated() -> None:
     extents = Extents.around([(at, 3) for at in range(5, 60, 6)], 2, 62)  # free: threes at 2, 8, 14, ...
     assert extents.longest_starts(3) == [2, 8, 14]
     assert [extents.allocate(2) for _ in range(2)] == [2, 8]
@@ -208,7 +208,7 @@ def test_of_several_that_fit_alike_the_one_goes_that_has_been_so_for_the_longest
 
 @given(st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
-def test_many_extents_of_many_lengths_are_as_a_plain_list_says(seed: int) -> None:
+def test_many_extents_of_many_lengths_agree_with_a_plain_list(seed: int) -> None:
     """Long enough that runs of free extents are divided and joined again."""
     rng = random.Random(seed)
     pages = 60_000
@@ -254,8 +254,8 @@ def test_many_extents_of_many_lengths_are_as_a_plain_list_says(seed: int) -> Non
     assert extents.after(page) == sorted(one for one in plain if sum(one) > page)
 
 
-def test_extents_that_come_and_go_leave_no_memory_taken() -> None:
-    """Joined from both ends and from the middle, whatever the order."""
+def test_extents_that_come_and_go_leave_no_memory_allocated() -> None:
+    """Joined from both ends and from the middle, in any order."""
     for order in (1, -1, 7919):
         extents = Extents(0, 1 << 18)
         starts = [extents.allocate(2) for _ in range(1 << 17)]
@@ -272,8 +272,8 @@ def test_extents_that_come_and_go_leave_no_memory_taken() -> None:
         assert extents.after(0) == [(0, 1 << 18)]
 
 
-def test_few_that_are_left_of_many_take_little_memory() -> None:
-    """Of each neighbourhood one is left, and the runs in which they stand are joined."""
+def test_the_few_that_remain_of_many_take_little_memory() -> None:
+    """One is left in each neighbourhood, and the runs that contain them are joined."""
     count = 1 << 16
     extents = Extents(0, 2 * count)
     assert [extents.allocate(2) for _ in range(count)] == [2 * at for at in range(count)]

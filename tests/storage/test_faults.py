@@ -47,7 +47,7 @@ def test_a_failed_write_makes_the_drive_read_only_for_good(fake: StoreRig, fault
     assert not fake.store.statistics().takes_puts
 
 
-def test_a_file_system_without_space_under_the_drive_is_no_space(fake: StoreRig) -> None:
+def test_a_full_file_system_under_the_drive_is_no_space(fake: StoreRig) -> None:
     fail_next(fake, -errno.ENOSPC)
     assert isinstance(fake.put(1, b"x").error, NoSpace)
     assert isinstance(fake.put(2, b"x").error, NoSpace)
@@ -66,7 +66,7 @@ def test_a_failed_sync_makes_the_drive_read_only_and_is_not_retried(fake: StoreR
 
 
 @pytest.mark.parametrize("fault", [-errno.EIO, SHORT])
-def test_a_read_that_fails_once_is_tried_again(fake: StoreRig, fault: int) -> None:
+def test_a_read_that_fails_once_is_retried(fake: StoreRig, fault: int) -> None:
     fake.put(1, b"payload" * 1000)
     disk_of(fake).faults = {disk_of(fake).operations: fault}
     assert fake.get(1)[1] == b"payload" * 1000
@@ -86,7 +86,7 @@ def test_a_put_is_not_reported_before_those_with_lower_generations(fake: StoreRi
     assert fake.reported[-2:] == [slow, fast]
 
 
-def test_a_put_that_ended_well_fails_with_one_before_it(fake: StoreRig) -> None:
+def test_a_successful_put_fails_with_one_before_it(fake: StoreRig) -> None:
     failing = fake.start_put(1, b"failing")
     disk_of(fake).held = {op.tag for op in disk_of(fake).in_flight}
     fine = fake.start_put(2, b"fine")
@@ -99,8 +99,8 @@ def test_a_put_that_ended_well_fails_with_one_before_it(fake: StoreRig) -> None:
     assert isinstance(fake.put_done[fine].error, ReadOnly)
 
 
-def test_a_stale_header_that_outlives_a_slow_put_hides_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    """The order rule, end to end: B lies where a freed record's header, not yet overwritten by A, claims."""
+def test_a_stale_header_that_outlives_a_slow_put_hides_no_acknowledged_block(tmp_path: Path) -> None:
+    """The order rule, end to end: B lies in the range of a freed record's header, not yet overwritten by A."""
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     rig.put(1, b"freed" * 8000, Durability.SYNCED, expires_ms=rig.clock.now_ms + 1)
@@ -155,10 +155,10 @@ def test_a_payload_damaged_on_the_drive_is_corrupt(fake: StoreRig) -> None:
         ("another generation", b"payload-2", {"number": 1}),
     ],
 )
-def test_a_good_record_in_the_wrong_place_is_corrupt(
+def test_a_valid_record_in_the_wrong_place_is_corrupt(
     fake: StoreRig, what: str, other_payload: bytes, other_fields: dict[str, object]
 ) -> None:
-    """Even with a tag for this very place, as an index that mixes two blocks up would meet it."""
+    """Even with a tag for this very place, as with an index that confuses two blocks."""
     fake.put(1, b"payload-1", expires_ms=fake.clock.now_ms + 1 if what == "another generation" else 0)
     entry = fake.store.lookup([(TENANT, key(1))])[0]
     assert entry is not None
@@ -175,7 +175,7 @@ def test_a_good_record_in_the_wrong_place_is_corrupt(
     assert done.miss.reason is MissReason.CORRUPT
 
 
-def test_a_late_quarantine_of_a_replaced_block_does_not_touch_the_new_one(fake: StoreRig) -> None:
+def test_a_late_quarantine_of_a_replaced_block_does_not_affect_the_new_one(fake: StoreRig) -> None:
     fake.put(1, b"old", expires_ms=fake.clock.now_ms + 1)
     old = fake.get(1)[0].generation
     fake.clock.now_ms += 1
@@ -207,7 +207,7 @@ def test_200_flipped_bits_never_give_wrong_bytes(tmp_path: Path) -> None:
             assert rig.store.statistics().rebuilt
 
 
-def test_a_page_that_cannot_be_read_costs_a_rebuild_its_record_only(tmp_path: Path) -> None:
+def test_an_unreadable_page_costs_a_rebuild_only_its_record(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     for number in range(20):
@@ -227,7 +227,7 @@ def test_a_page_that_cannot_be_read_costs_a_rebuild_its_record_only(tmp_path: Pa
         rig.open()
 
 
-def test_a_damaged_header_costs_a_rebuild_its_record_only(tmp_path: Path) -> None:
+def test_a_damaged_header_costs_a_rebuild_only_its_record(tmp_path: Path) -> None:
     for bit in (0, 12 * 8, 110 * 8):  # magic, length, tag
         rig = StoreRig(tmp_path / str(bit), FakeDisk())
         rig.open()
@@ -243,7 +243,7 @@ def test_a_damaged_header_costs_a_rebuild_its_record_only(tmp_path: Path) -> Non
 
 
 def test_a_header_inside_a_payload_is_not_taken_for_a_record(tmp_path: Path) -> None:
-    """A client stores a whole valid record of its own, header page and all, as a payload."""
+    """A client stores a complete valid record of its own, including the header page, as a payload."""
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     rig.put(1, b"genuine")

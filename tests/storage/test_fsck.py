@@ -72,7 +72,7 @@ def test_a_clean_folder_has_nothing_wrong_and_is_not_written(filled: StoreRig) -
     is_whole(filled)
 
 
-def test_leftovers_of_a_killed_process_are_no_damage(filled: StoreRig) -> None:
+def test_leftovers_of_a_killed_process_are_not_damage(filled: StoreRig) -> None:
     filled.kill()
     assert check(filled.data, boot_id=BOOT).damage == []
     is_whole(filled)
@@ -92,9 +92,7 @@ def _garbage(rig: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("harm", [_delete, _cut, _garbage])
-def test_an_index_that_is_gone_or_broken_is_made_anew(
-    filled: StoreRig, harm: Callable[[StoreRig], None]
-) -> None:
+def test_a_missing_or_broken_index_is_rebuilt(filled: StoreRig, harm: Callable[[StoreRig], None]) -> None:
     filled.store.close()
     harm(filled)
     assert check(filled.data).damage == ["unusable index"]
@@ -104,7 +102,7 @@ def test_an_index_that_is_gone_or_broken_is_made_anew(
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_an_index_from_yesterday_is_made_anew(filled: StoreRig, *, killed: bool) -> None:
+def test_yesterdays_index_is_rebuilt(filled: StoreRig, *, killed: bool) -> None:
     shutil.copytree(filled.data / "index-0", filled.data / "yesterday")
     filled.put(200, b"today")
     if killed:
@@ -165,7 +163,7 @@ def test_an_index_from_yesterday_is_made_anew(filled: StoreRig, *, killed: bool)
         ),
     ],
 )
-def test_an_index_that_says_something_else_than_the_drive_is_found_and_mended(
+def test_an_index_that_contradicts_the_drive_is_found_and_repaired(
     filled: StoreRig, what: str, change: Callable[[Index], object]
 ) -> None:
     filled.store.close()
@@ -176,7 +174,7 @@ def test_an_index_that_says_something_else_than_the_drive_is_found_and_mended(
     is_whole(filled)
 
 
-def test_a_damaged_payload_is_found_when_asked_for_and_not_mended(filled: StoreRig) -> None:
+def test_a_damaged_payload_is_found_on_request_and_not_repaired(filled: StoreRig) -> None:
     offset, _ = filled.record_at(7)
     filled.store.close()
     poke(filled.data / "drive-0.kv", offset + HEADER_BYTES, b"X")
@@ -187,7 +185,7 @@ def test_a_damaged_payload_is_found_when_asked_for_and_not_mended(filled: StoreR
     assert not report.repaired
 
 
-def test_a_damaged_superblock_and_a_damaged_roll_are_found_and_written_anew(filled: StoreRig) -> None:
+def test_a_damaged_superblock_and_a_damaged_roll_are_found_and_rewritten(filled: StoreRig) -> None:
     filled.kill()
     filled.open()  # this makes a roll
     filled.store.close()
@@ -205,7 +203,7 @@ def test_a_damaged_superblock_and_a_damaged_roll_are_found_and_written_anew(fill
     is_whole(filled)
 
 
-def test_a_repair_that_is_cut_short_leaves_an_index_that_is_built_anew(
+def test_an_interrupted_repair_leaves_an_index_that_is_rebuilt(
     filled: StoreRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled.store.close()
@@ -223,7 +221,7 @@ def test_a_repair_that_is_cut_short_leaves_an_index_that_is_built_anew(
     assert filled.get(5)[1] == b"payload of 5"
 
 
-def test_the_command_prints_a_table_and_says_how_it_is_by_its_status(
+def test_the_command_prints_a_table_and_exits_with_the_result(
     filled: StoreRig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filled.store.close()
@@ -252,7 +250,7 @@ def test_a_folder_that_cannot_be_checked_is_an_error(filled: StoreRig, tmp_path:
         check(filled.data)
 
 
-def test_a_drive_without_a_superblock_is_damage_and_no_failed_command(
+def test_a_drive_without_a_superblock_is_damage_and_not_a_failed_command(
     filled: StoreRig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filled.store.close()

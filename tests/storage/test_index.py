@@ -38,7 +38,7 @@ def test_a_full_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     index.abandon()
 
 
-def test_a_batch_that_no_growth_makes_room_for_changes_nothing(
+def test_a_batch_too_large_for_any_growth_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_module, "INDEX_MAP_BYTES_MIN", 64 << 10)
@@ -55,9 +55,7 @@ def test_a_batch_that_no_growth_makes_room_for_changes_nothing(
     index.abandon()
 
 
-def test_an_index_that_cannot_be_written_stops_puts_and_not_gets(
-    fake: StoreRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_index_stops_puts_and_not_gets(fake: StoreRig, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.put(1, b"before")
 
     def fail(*_: object) -> None:
@@ -76,7 +74,7 @@ class KilledError(Exception):
 
 
 @pytest.mark.parametrize("what", ["remove", "publish"])
-def test_a_place_is_noted_before_the_block_there_goes(
+def test_a_place_is_noted_before_its_block_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     index = Index.empty(tmp_path / "index", 1)
@@ -98,7 +96,7 @@ def test_a_place_is_noted_before_the_block_there_goes(
     index.abandon()
 
 
-def test_doubts_go_with_their_blocks(tmp_path: Path) -> None:
+def test_doubts_are_removed_with_their_blocks(tmp_path: Path) -> None:
     index = Index.empty(tmp_path / "index", 1)
     doubts = Doubts(index)
     blocks = [((TENANT, key(number)), entry(number)) for number in range(1, 5)]
@@ -114,7 +112,7 @@ def test_doubts_go_with_their_blocks(tmp_path: Path) -> None:
     index.abandon()
 
 
-def test_a_callback_that_raises_does_not_take_the_results_of_others_with_it() -> None:
+def test_a_callback_that_raises_loses_no_results_of_others() -> None:
     outbox: Outbox[int] = Outbox()
     heard: list[int] = []
 
@@ -133,7 +131,7 @@ def test_a_callback_that_raises_does_not_take_the_results_of_others_with_it() ->
     assert not outbox
 
 
-def test_the_file_is_as_long_as_it_says_whatever_a_transaction_freed_again(tmp_path: Path) -> None:
+def test_the_file_is_as_long_as_it_says_whatever_a_transaction_freed(tmp_path: Path) -> None:
     index = Index.empty(tmp_path / "index", 1)
 
     def put_and_take_back(transaction: Any) -> None:

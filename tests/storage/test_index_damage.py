@@ -121,9 +121,7 @@ def test_one_flipped_bit_in_a_row_costs_no_record(tmp_path: Path, byte: int, *, 
 
 @pytest.mark.parametrize("file", ["data.mdb", BLOCKS_NAME])
 @pytest.mark.parametrize("repaired", [False, True])
-def test_a_zeroed_page_is_rebuilt_from_by_a_start_and_by_fsck(
-    closed: StoreRig, file: str, *, repaired: bool
-) -> None:
+def test_a_start_and_fsck_rebuild_from_a_zeroed_page(closed: StoreRig, file: str, *, repaired: bool) -> None:
     path = closed.data / "index-0" / file
     pages = path.stat().st_size // PAGE
     whole = path.read_bytes()
@@ -207,7 +205,7 @@ def damage(folder: Path, rng: random.Random) -> None:
     path.write_bytes(data)
 
 
-def test_a_rebuild_is_said_in_one_sentence(closed: StoreRig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rebuild_is_reported_in_one_sentence(closed: StoreRig, caplog: pytest.LogCaptureFixture) -> None:
     flip_in_row(closed, 50, 1, 4)
     with caplog.at_level(logging.WARNING):
         all_is_there(closed)
@@ -219,7 +217,7 @@ def test_a_rebuild_is_said_in_one_sentence(closed: StoreRig, caplog: pytest.LogC
     closed.store.close()
 
 
-def test_a_whole_index_is_believed_with_and_without_its_seal(closed: StoreRig) -> None:
+def test_an_intact_index_is_trusted_with_and_without_its_seal(closed: StoreRig) -> None:
     (closed.data / "index-0" / "seal").unlink()
     all_is_there(closed)
     assert not closed.store.statistics().rebuilt
@@ -227,7 +225,7 @@ def test_a_whole_index_is_believed_with_and_without_its_seal(closed: StoreRig) -
     assert (closed.data / "index-0" / "seal").exists()
 
 
-def test_an_index_that_is_open_has_no_seal(closed: StoreRig) -> None:
+def test_an_open_index_has_no_seal(closed: StoreRig) -> None:
     assert (closed.data / "index-0" / "seal").exists()
     closed.open()
     assert not (closed.data / "index-0" / "seal").exists()
@@ -243,7 +241,7 @@ def test_a_damaged_seal_counts_as_missing(closed: StoreRig, byte: int) -> None:
     assert not index_file.is_sealed(path.parent)
 
 
-def test_a_sealed_file_is_not_sealed_with_one_bit_less(closed: StoreRig) -> None:
+def test_a_sealed_file_with_one_flipped_bit_is_not_sealed(closed: StoreRig) -> None:
     folder = closed.data / "index-0"
     assert index_file.is_sealed(folder)
     data = bytearray(data_of(closed).read_bytes())
@@ -275,7 +273,7 @@ def _superblock(rig: StoreRig) -> Any:
     return superblock
 
 
-def test_the_index_of_a_killed_process_is_believed(killed: StoreRig) -> None:
+def test_the_index_of_a_killed_process_is_trusted(killed: StoreRig) -> None:
     believed(killed)
     all_is_there(killed)
     assert not killed.store.statistics().rebuilt
@@ -330,7 +328,7 @@ def put_changed(index: Index, **fields: Any) -> None:
         (lambda rig: flip_in_row(rig, 50, 1, 4), "its table of blocks was changed"),
     ],
 )
-def test_a_contradiction_is_seen(killed: StoreRig, change: Callable[[StoreRig], None], why: str) -> None:
+def test_a_contradiction_is_detected(killed: StoreRig, change: Callable[[StoreRig], None], why: str) -> None:
     change(killed)
     commit_is_noted(killed) if "table" not in why else None
     with pytest.raises(Corrupt, match=why):
@@ -341,8 +339,8 @@ def test_a_contradiction_is_seen(killed: StoreRig, change: Callable[[StoreRig], 
     killed.store.close()
 
 
-def test_a_row_that_no_look_up_finds_is_seen(killed: StoreRig) -> None:
-    """A branch that sends look-ups another way; all rows are there, and whole."""
+def test_a_row_that_no_look_up_finds_is_detected(killed: StoreRig) -> None:
+    """A branch that misdirects look-ups; all rows exist and are intact."""
     data = bytearray(data_of(killed).read_bytes())
     tables = struct.unpack_from("<Q", data, newest_head(data) + 40 + 48 + 40)[0] * PAGE
     said = data.index(b"references", tables, tables + PAGE) + len(b"references")
@@ -358,8 +356,8 @@ def test_a_row_that_no_look_up_finds_is_seen(killed: StoreRig) -> None:
     killed.store.close()
 
 
-def test_a_head_of_another_commit_than_its_rows_is_not_believed(killed: StoreRig) -> None:
-    """The older of the two heads, with a transaction's number that a flipped bit has made the higher one."""
+def test_a_head_of_another_commit_than_its_rows_is_rejected(killed: StoreRig) -> None:
+    """The older of the two heads, with a transaction number made higher by a flipped bit."""
     data = bytearray(data_of(killed).read_bytes())
     numbers = [struct.unpack_from("<Q", data, page * PAGE + 144)[0] for page in (0, 1)]
     older = numbers.index(min(numbers))
@@ -407,7 +405,7 @@ def full_disk() -> Iterator[Callable[[StoreRig], AbstractContextManager[None]]]:
         yield while_full
 
 
-def test_an_index_that_fails_while_it_serves_is_a_typed_error_and_no_acknowledgement(
+def test_an_index_that_fails_during_operation_is_a_typed_error_and_no_acknowledgement(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     full_disk: Callable[[StoreRig], AbstractContextManager[None]],
@@ -446,7 +444,7 @@ class _Broken:
         return getattr(self._env, attribute)
 
 
-def test_a_row_that_changed_while_it_was_open_wipes_nothing(tmp_path: Path) -> None:
+def test_a_row_changed_while_it_was_open_wipes_nothing(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     fill(rig)
@@ -464,7 +462,7 @@ def test_a_row_that_changed_while_it_was_open_wipes_nothing(tmp_path: Path) -> N
 
 
 def test_a_get_that_meets_a_changed_row_ends_all_puts(killed: StoreRig) -> None:
-    """Nobody knows which other rows have changed."""
+    """Other rows may have changed too."""
     killed.open()
     flip_in_row(killed, 50, 57, 4)
     assert killed.get(50)[0].miss is not None
@@ -473,7 +471,7 @@ def test_a_get_that_meets_a_changed_row_ends_all_puts(killed: StoreRig) -> None:
     killed.store.close()
 
 
-def test_the_check_of_a_folder_says_why_an_index_is_not_believed(
+def test_the_check_of_a_folder_says_why_an_index_is_rejected(
     closed: StoreRig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = StoreRig(closed.data.parent / "real")
@@ -491,7 +489,7 @@ def test_the_check_of_a_folder_says_why_an_index_is_not_believed(
     assert name(1)
 
 
-def test_a_damaged_set_of_drives_costs_no_record_and_is_said(
+def test_a_damaged_set_of_drives_costs_no_record_and_is_reported(
     closed: StoreRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = closed.data / SET_NAME

@@ -35,7 +35,7 @@ def _replace(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", DELETIONS)
-def test_an_index_deleted_while_it_serves_stops_puts_and_is_reported_once(
+def test_an_index_deleted_during_operation_stops_puts_and_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk())
@@ -59,7 +59,7 @@ def test_an_index_deleted_while_it_serves_stops_puts_and_is_reported_once(
 
 
 @pytest.mark.parametrize("how", DELETIONS)
-def test_closing_a_deleted_index_reports_it_and_leaves_what_is_in_its_place(
+def test_closing_a_deleted_index_reports_it_and_leaves_its_replacement_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk())
@@ -75,7 +75,7 @@ def test_closing_a_deleted_index_reports_it_and_leaves_what_is_in_its_place(
 
 
 @pytest.mark.parametrize("name", ["data.mdb", BLOCKS_NAME])
-def test_an_index_that_can_t_be_closed_is_rebuilt(
+def test_an_index_that_cannot_be_closed_is_rebuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk())

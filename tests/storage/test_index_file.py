@@ -59,13 +59,13 @@ def refuses(tmp_path: Path, data: bytes | bytearray, why: str) -> None:
         index_file.check_structure(tmp_path / "index")
 
 
-def test_the_structure_of_a_whole_file_is_sound(tmp_path: Path) -> None:
+def test_the_structure_of_an_intact_file_is_sound(tmp_path: Path) -> None:
     data = structure(tmp_path)
     assert pages_of_kind(data, 1), "it has branches"
     index_file.check_structure(tmp_path / "index")
 
 
-def test_a_file_that_is_shorter_than_it_says_is_not_mapped(tmp_path: Path) -> None:
+def test_a_file_shorter_than_it_says_is_not_mapped(tmp_path: Path) -> None:
     data = structure(tmp_path)
     last = struct.unpack_from("<Q", data, newest_head(data) + 136)[0]
     refuses(tmp_path, data[: last * PAGE], "shorter than it says")
@@ -73,7 +73,7 @@ def test_a_file_that_is_shorter_than_it_says_is_not_mapped(tmp_path: Path) -> No
     refuses(tmp_path, data, "shorter than it says")
 
 
-def test_a_page_with_bounds_or_rows_outside_of_it_is_not_mapped(tmp_path: Path) -> None:
+def test_a_page_with_bounds_or_rows_outside_it_is_not_mapped(tmp_path: Path) -> None:
     data = structure(tmp_path)
     root = root_of_main(data) * PAGE
     for at, value, why in (
@@ -101,8 +101,8 @@ def test_a_row_longer_than_its_page_is_not_mapped(tmp_path: Path) -> None:
         refuses(tmp_path, harmed, "overlap")
 
 
-def test_a_free_page_that_is_in_use_is_seen(tmp_path: Path) -> None:
-    """LMDB would write over it."""
+def test_a_free_page_in_use_is_detected(tmp_path: Path) -> None:
+    """LMDB would overwrite it."""
     data = structure(tmp_path)
     root = struct.unpack_from("<Q", data, newest_head(data) + 40 + 40)[0] * PAGE
     first = struct.unpack_from("<H", data, root + 16)[0]
@@ -110,13 +110,13 @@ def test_a_free_page_that_is_in_use_is_seen(tmp_path: Path) -> None:
     refuses(tmp_path, data, "two things lead to page")
 
 
-def test_a_page_number_beyond_the_file_is_seen(tmp_path: Path) -> None:
+def test_a_page_number_beyond_the_file_is_detected(tmp_path: Path) -> None:
     data = structure(tmp_path)
     struct.pack_into("<Q", data, newest_head(data) + 40 + 48 + 40, 1 << 50)
     refuses(tmp_path, data, "which it doesn't have")
 
 
-def test_a_tree_with_other_entries_than_it_says_is_seen(tmp_path: Path) -> None:
+def test_a_tree_with_another_number_of_entries_than_it_says_is_detected(tmp_path: Path) -> None:
     data = structure(tmp_path)
     at = newest_head(data) + 40 + 48 + 32
     struct.pack_into("<Q", data, at, struct.unpack_from("<Q", data, at)[0] + 1)
@@ -127,8 +127,8 @@ def test_a_tree_with_other_entries_than_it_says_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bit", range(8))
-def test_a_flipped_bit_in_the_set_of_drives_is_no_set(tmp_path: Path, bit: int) -> None:
-    """A number of a set that is too high would void every drive."""
+def test_a_flipped_bit_in_the_set_of_drives_invalidates_the_set(tmp_path: Path, bit: int) -> None:
+    """A set number that is too high would void every drive."""
     write_set(tmp_path, DriveSet(bytes(range(16)), 12, 3))
     whole = (tmp_path / SET_NAME).read_bytes()
     for at in range(len(whole)):
@@ -138,7 +138,7 @@ def test_a_flipped_bit_in_the_set_of_drives_is_no_set(tmp_path: Path, bit: int) 
         assert read_set(tmp_path) is None, bytes(harmed)
 
 
-def test_a_flipped_bit_in_the_note_of_a_commit_is_no_note(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_the_note_of_a_commit_invalidates_the_note(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path / "data")
     place = lock.place(3)
     note = CommitNote(b"d" * 16, 7, 9)
@@ -153,7 +153,7 @@ def test_a_flipped_bit_in_the_note_of_a_commit_is_no_note(tmp_path: Path) -> Non
 
 
 def test_no_plaintext_of_the_heap_gets_into_the_index(tmp_path: Path) -> None:
-    """Pages of LMDB come from malloc; their ends are not written before they are put into the file."""
+    """Pages of LMDB come from malloc; their ends are not initialized before they are written to the file."""
     mark = b"KV plaintext of a tenant! " * 16
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("file", ["data.mdb", BLOCKS_NAME])
-def test_one_file_of_an_earlier_time_is_not_believed_after_sigkill(tmp_path: Path, file: str) -> None:
+def test_one_file_from_an_earlier_time_is_rejected_after_sigkill(tmp_path: Path, file: str) -> None:
     """The other one has all commits, and so has the note."""
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
@@ -42,7 +42,7 @@ def test_one_file_of_an_earlier_time_is_not_believed_after_sigkill(tmp_path: Pat
 
 
 @pytest.mark.parametrize("file", ["data.mdb", BLOCKS_NAME])
-def test_one_file_of_an_earlier_epoch_is_not_believed(closed: StoreRig, file: str) -> None:
+def test_one_file_from_an_earlier_epoch_is_rejected(closed: StoreRig, file: str) -> None:
     path = closed.data / "index-0" / file
     before = path.read_bytes()
     closed.open()

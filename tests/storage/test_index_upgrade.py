@@ -198,7 +198,7 @@ def _die_after_the_commit(patch: pytest.MonkeyPatch) -> None:
         _die_after_the_commit,
     ],
 )
-def test_a_conversion_that_was_interrupted_is_made_at_the_next_start(
+def test_an_interrupted_conversion_is_made_at_the_next_start(
     filled: StoreRig, monkeypatch: pytest.MonkeyPatch, step: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     monkeypatch.setattr(index_upgrade, "INDEX_ROWS_AT_ONCE", 32)
@@ -215,7 +215,7 @@ def test_a_conversion_that_was_interrupted_is_made_at_the_next_start(
 
 
 @pytest.mark.parametrize("call", ["put", "sync"])
-def test_a_conversion_for_which_there_is_no_room_costs_a_scan(
+def test_a_conversion_without_room_costs_a_scan(
     filled: StoreRig, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     before = entries(filled)
@@ -267,7 +267,7 @@ def _one_generation_twice(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [_blocks, _meta, _another_commit, _one_generation_twice])
-def test_an_older_builds_index_that_is_not_whole_is_rebuilt(
+def test_an_older_builds_incomplete_index_is_rebuilt(
     filled: StoreRig, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None]
 ) -> None:
     monkeypatch.setattr(index_upgrade, "INDEX_ROWS_AT_ONCE", 32)
@@ -285,7 +285,7 @@ def test_an_older_builds_index_that_was_not_closed_is_rebuilt(filled: StoreRig) 
     everything_is_there(filled, before, rebuilt=True)
 
 
-def test_an_older_builds_index_of_an_earlier_time_is_rebuilt(filled: StoreRig) -> None:
+def test_an_older_builds_index_from_an_earlier_time_is_rebuilt(filled: StoreRig) -> None:
     closed(filled)
     copy = filled.data / "copy"
     shutil.copytree(folder_of(filled), copy)

@@ -64,7 +64,7 @@ def fill(rig: StoreRig) -> None:
     assert rig.append(1, range(4), label=LABEL).error is None
 
 
-def test_a_label_is_in_no_index_in_the_clear_and_is_lost_with_its_users_key(rig: StoreRig) -> None:
+def test_a_label_is_never_unencrypted_in_the_index_and_is_lost_with_its_users_key(rig: StoreRig) -> None:
     fill(opened(rig))
     assert rig.fork(2, 1, 4, label="and of the other").error is None
     assert sorted(filter(None, labels_of(rig))) == [LABEL.encode(), b"and of the other"]
@@ -80,7 +80,7 @@ def test_a_label_is_in_no_index_in_the_clear_and_is_lost_with_its_users_key(rig:
     assert labels_of(rig) == [None, None]
 
 
-def test_an_index_that_had_labels_in_the_clear_is_overwritten_and_built_anew(rig: StoreRig) -> None:
+def test_an_index_that_had_unencrypted_labels_is_overwritten_and_rebuilt(rig: StoreRig) -> None:
     rig.open()
     fill(rig)
     rig.store.close()
@@ -99,10 +99,10 @@ def test_an_index_that_had_labels_in_the_clear_is_overwritten_and_built_anew(rig
     assert not rig.store.statistics().rebuilt, "that happens once"
 
 
-def test_labels_in_the_clear_leave_the_index_at_the_first_opening_with_keys(
+def test_unencrypted_labels_leave_the_index_at_the_first_opening_with_keys(
     rig: StoreRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the drive still has all in the clear; an erasure finds none, wherever in the file."""
+    """While the drive is still unencrypted; an erasure finds none, wherever in the file."""
     monkeypatch.setattr(Encrypting, "step", lambda _: None)
     rig.open()
     fill(rig)
@@ -137,7 +137,7 @@ def test_labels_in_the_clear_leave_the_index_at_the_first_opening_with_keys(
 
 
 def test_no_end_of_a_label_is_left_in_the_unused_end_of_a_page_either(rig: StoreRig) -> None:
-    """LMDB takes memory of other pages for the rows of long sessions, and writes and copies pages whole."""
+    """LMDB reuses memory of other pages for the rows of long sessions, and writes and copies whole pages."""
     rig.open()
     for session in range(5):
         blocks = range(300 * session, 300 * (session + 1))
@@ -151,7 +151,7 @@ def test_no_end_of_a_label_is_left_in_the_unused_end_of_a_page_either(rig: Store
     assert not in_index(rig, " of it")
 
 
-def test_an_opening_that_can_make_no_keys_leaves_labels_and_says_so(
+def test_an_opening_that_cannot_create_keys_keeps_labels_and_reports_it(
     rig: StoreRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Encrypting, "step", lambda _: None)
@@ -170,7 +170,7 @@ def test_an_opening_that_can_make_no_keys_leaves_labels_and_says_so(
     assert not in_index(rig, LABEL)
 
 
-def test_while_an_index_may_have_labels_in_the_clear_a_drive_counts_as_clear(
+def test_while_an_index_may_have_unencrypted_labels_a_drive_counts_as_unencrypted(
     rig: StoreRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -207,7 +207,7 @@ def test_while_an_index_may_have_labels_in_the_clear_a_drive_counts_as_clear(
 
 
 @pytest.mark.parametrize("step", ["overwrite", "shutil.rmtree", "Index"])
-def test_an_opening_that_dies_meanwhile_is_taken_up_again(
+def test_an_interrupted_opening_is_continued(
     rig: StoreRig, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     monkeypatch.setattr(Encrypting, "step", lambda _: None)
@@ -248,13 +248,13 @@ def test_a_sealed_label_is_of_one_session_and_no_byte_of_it_can_be_changed(keys:
     assert labels.unseal(ROW, labels.seal(TENANT, users[0], ROW, b"")) == b""
 
 
-def test_without_a_key_nothing_is_written_in_the_clear(keys: FakeKeys) -> None:
+def test_without_a_key_nothing_is_written_unencrypted(keys: FakeKeys) -> None:
     assert Labels(keys).seal(TENANT, b"of no key at all", ROW, b"what") == LOST_LABEL
     assert Labels(keys).unseal(ROW, LOST_LABEL) is None
     assert Labels(None).seal(TENANT, USER, ROW, b"what") == b"what"
 
 
-def test_a_label_is_sealed_as_the_page_says_each_under_a_key_of_its_own(keys: FakeKeys) -> None:
+def test_a_label_is_sealed_as_the_page_says_each_under_its_own_key(keys: FakeKeys) -> None:
     user = b"user %11d" % 3
     name, secret = keys.ring.keys[TENANT, user]
     row = TENANT + user + b"s" * 16

@@ -94,7 +94,7 @@ def test_unnoted_acknowledged_blocks_are_found_after_sigkill(
         assert rig.get(number)[1] == payload(number)
 
 
-def test_ground_is_given_back_with_all_that_was_not_used(rig: StoreRig) -> None:
+def test_ground_is_returned_with_all_unused_pages(rig: StoreRig) -> None:
     free = rig.drive._extents.free_pages
     ground = lane_of(rig).next.pages
     assert ground > 100
@@ -109,7 +109,7 @@ def test_ground_is_given_back_with_all_that_was_not_used(rig: StoreRig) -> None:
     assert not any(rig.drive._writes.ground.lent)
 
 
-def test_the_next_ground_is_there_before_the_first_is_used_up_and_nothing_waits_at_its_end(
+def test_the_next_ground_is_ready_before_the_first_is_used_up_and_no_block_waits_at_its_end(
     rig: StoreRig,
 ) -> None:
     lane = lane_of(rig)
@@ -134,7 +134,7 @@ def test_the_next_ground_is_there_before_the_first_is_used_up_and_nothing_waits_
     assert all(is_stored(rig, number) for number in range(150))
 
 
-def test_a_larger_ground_takes_the_place_of_a_next_one_that_is_too_small(
+def test_a_larger_ground_replaces_a_next_one_that_is_too_small(
     rig: StoreRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lane, drive, extents = lane_of(rig), rig.drive, rig.drive._extents
@@ -221,7 +221,7 @@ def test_room_is_made_for_a_lane_at_once(full: StoreRig) -> None:
     assert lane_of(full).expects
 
 
-def test_nothing_waits_for_ground_while_guards_keep_it(full: StoreRig) -> None:
+def test_no_block_waits_for_ground_while_guards_keep_it(full: StoreRig) -> None:
     lane, drive = lane_of(full), full.drive
     held = lease_all(full)
     drive.lend()
@@ -233,8 +233,8 @@ def test_nothing_waits_for_ground_while_guards_keep_it(full: StoreRig) -> None:
         full.poll()  # it gets some as soon as there is any
 
 
-def test_nothing_waits_for_ground_while_others_wait_for_room(full: StoreRig) -> None:
-    """They come first, and would take it back."""
+def test_no_block_waits_for_ground_while_others_wait_for_room(full: StoreRig) -> None:
+    """They are first, and would take it back."""
     lane, drive = lane_of(full), full.drive
     held = lease_all(full)
     tag = full.start_put(20_000, payload(1), Durability.SYNCED)
@@ -250,7 +250,7 @@ def test_nothing_waits_for_ground_while_others_wait_for_room(full: StoreRig) -> 
     assert lane.expects
 
 
-def test_fragmented_free_space_is_not_lent_to_a_lane(rig: StoreRig) -> None:
+def test_fragmented_free_space_is_not_granted_to_a_lane(rig: StoreRig) -> None:
     lane, drive = lane_of(rig), rig.drive
     drive.seal()
     extents = drive._extents
@@ -278,8 +278,8 @@ def test_a_block_too_large_for_any_ground_does_not_wait_for_it(rig: StoreRig) ->
     assert lane.expects
 
 
-def test_writes_of_both_are_reported_in_one_order(rig: StoreRig) -> None:
-    """The lane tells of nothing while one of ours with a lower generation is under way."""
+def test_writes_of_lane_and_store_are_reported_in_one_order(rig: StoreRig) -> None:
+    """The lane reports nothing while one of our writes with a lower generation is in flight."""
     land(rig, 0)
     disk = rig.disk
     assert disk is not None
@@ -324,7 +324,7 @@ def test_after_a_failed_write_the_lane_acknowledges_nothing(rig: StoreRig) -> No
     assert isinstance(rig.put_done[tag].error, ReadOnly)
 
 
-def test_a_write_of_the_lanes_that_fails_stops_the_drive(rig: StoreRig) -> None:
+def test_a_failed_write_of_the_lanes_stops_the_drive(rig: StoreRig) -> None:
     disk = rig.disk
     assert disk is not None
     first = land(rig, 0)
@@ -337,7 +337,7 @@ def test_a_write_of_the_lanes_that_fails_stops_the_drive(rig: StoreRig) -> None:
     assert rig.drive.failure is not None
 
 
-def test_a_deletion_waits_for_what_the_lane_has(rig: StoreRig) -> None:
+def test_a_deletion_waits_for_blocks_on_the_lane(rig: StoreRig) -> None:
     land(rig, 0)
     tag = rig.start_delete(0)
     rig.store.poll()
@@ -349,7 +349,7 @@ def test_a_deletion_waits_for_what_the_lane_has(rig: StoreRig) -> None:
     assert not is_stored(rig, 0)
 
 
-def test_a_put_of_the_name_that_the_lane_has_shares_its_fate(rig: StoreRig) -> None:
+def test_a_put_of_a_name_on_the_lane_shares_its_outcome(rig: StoreRig) -> None:
     land(rig, 0)
     writes = rig.disk.kinds.count(DiskOpKind.WRITE) if rig.disk else 0
     tag = rig.start_put(0, payload(0), Durability.SYNCED)
@@ -359,7 +359,7 @@ def test_a_put_of_the_name_that_the_lane_has_shares_its_fate(rig: StoreRig) -> N
     assert rig.disk.kinds.count(DiskOpKind.WRITE) == writes + 1
 
 
-def test_a_lane_that_says_no_more_fails_what_it_has_and_nothing_waits(rig: StoreRig) -> None:
+def test_a_lane_that_no_longer_reports_fails_its_blocks_and_nothing_waits(rig: StoreRig) -> None:
     tag = land(rig, 0)
     rig.lanes[0].hear()
     rig.lanes = []
@@ -426,7 +426,7 @@ def test_pages_of_a_lane_count_as_pages(rig: StoreRig) -> None:
     assert (offset % PAGE_BYTES, size) == (0, 3 * PAGE_BYTES)
 
 
-def test_ground_is_noted_until_the_index_has_what_is_on_it(
+def test_ground_is_noted_until_the_index_has_its_blocks(
     rig: StoreRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ground, noted = rig.drive._writes.ground, []

@@ -138,7 +138,7 @@ def has_moved(rig: StoreRig, places: list[tuple[int, int]]) -> bool:
     return rig.drive.puts.has_synced(new) and written.isdisjoint(range(places[0][0], sum(places[0])))
 
 
-def test_a_start_that_loses_power_while_it_overwrites_leaves_what_the_next_one_finds(
+def test_a_start_that_loses_power_while_overwriting_leaves_the_rest_to_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = being_encrypted(tmp_path, 2)
@@ -209,7 +209,7 @@ def _until(place: tuple[int, int]) -> tuple[int, int]:
 
 
 def test_an_erasure_waits_until_the_old_place_is_overwritten(tmp_path: Path) -> None:
-    """It is held by a get of before; the erasure, and the block's later puts, end after it."""
+    """An earlier get holds it; the erasure, and the block's later puts, end after it."""
     rig = being_encrypted(tmp_path, 1)
     assert rig.disk is not None
     extents = rig.drive._extents
@@ -236,7 +236,7 @@ def test_an_erasure_waits_until_the_old_place_is_overwritten(tmp_path: Path) -> 
     rig.close()
 
 
-def test_a_place_that_can_not_be_overwritten_stops_erasures_and_is_tried_again(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_overwritten_stops_erasures_and_is_retried(tmp_path: Path) -> None:
     rig = being_encrypted(tmp_path, 1)
     assert rig.disk is not None
     (entry,) = rig.store.lookup([(TENANT, key(0))])

@@ -77,13 +77,13 @@ def late(rig: StoreRig, ms: int) -> None:
     ("one", "other", "long"),
     [(0, 0, True), (0, 5, True), (5, 0, False), (5, 5, True), (6, 5, True), (5, 6, False)],
 )
-def test_which_life_is_as_long(one: int, other: int, *, long: bool) -> None:
+def test_how_expiries_are_compared(one: int, other: int, *, long: bool) -> None:
     assert lives_as_long(one, other) is long
 
 
 @pytest.mark.parametrize("how", ["running", "closed", "killed", "scanned"])
 @pytest.mark.parametrize("wanted_ms", [0, LATER_MS])
-def test_a_put_with_a_longer_life_lives_longer(rig: StoreRig, how: str, wanted_ms: int) -> None:
+def test_a_put_with_a_longer_time_to_live_extends_the_expiry(rig: StoreRig, how: str, wanted_ms: int) -> None:
     start_ms = rig.clock.now_ms
     assert rig.put(1, b"kv", expires_ms=start_ms + SOON_MS).error is None
     at = rig.record_at(1)
@@ -101,7 +101,7 @@ def test_a_put_with_a_longer_life_lives_longer(rig: StoreRig, how: str, wanted_m
         assert rig.store.statistics().blocks == 0
 
 
-def test_a_put_with_a_shorter_life_changes_nothing(rig: StoreRig) -> None:
+def test_a_put_with_a_shorter_time_to_live_changes_nothing(rig: StoreRig) -> None:
     rig.put(1, b"kv")
     writes = disk_of(rig).kinds.count(DiskOpKind.WRITE)
     assert rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS).error is None
@@ -111,7 +111,7 @@ def test_a_put_with_a_shorter_life_changes_nothing(rig: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("how", ["running", "scanned"])
-def test_puts_of_one_name_that_come_together_live_as_long_as_the_longest(rig: StoreRig, how: str) -> None:
+def test_concurrent_puts_of_one_name_live_as_long_as_the_longest(rig: StoreRig, how: str) -> None:
     now = rig.clock.now_ms
     tags = [rig.start_put(1, b"kv", expires_ms=now + ms) for ms in (SOON_MS, LATER_MS, SOON_MS + 1)]
     rig.settle()
@@ -121,7 +121,7 @@ def test_puts_of_one_name_that_come_together_live_as_long_as_the_longest(rig: St
     assert expiry(rig) == now + LATER_MS
 
 
-def test_one_that_comes_when_the_first_is_being_written_lives_longer_all_the_same(rig: StoreRig) -> None:
+def test_a_put_during_the_write_of_the_first_still_extends_the_expiry(rig: StoreRig) -> None:
     disk = disk_of(rig)
     now = rig.clock.now_ms
     first = rig.start_put(1, b"kv", expires_ms=now + SOON_MS)
@@ -148,9 +148,7 @@ def together(
     return [rig.put_done[tag].error for tag in tags]
 
 
-def test_one_of_another_length_does_not_lengthen_a_life(
-    rig: StoreRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_of_another_length_extends_nothing(rig: StoreRig, monkeypatch: pytest.MonkeyPatch) -> None:
     soon = rig.clock.now_ms + SOON_MS
     first, other = together(rig, monkeypatch, (b"kv", soon), (b"longer", 0))
     assert first is None
@@ -158,7 +156,7 @@ def test_one_of_another_length_does_not_lengthen_a_life(
     assert expiry(rig) == soon
 
 
-def test_a_batch_with_one_name_writes_it_once_with_the_longest_life(
+def test_a_batch_with_one_name_writes_it_once_with_the_longest_expiry(
     rig: StoreRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = rig.clock.now_ms
@@ -169,7 +167,7 @@ def test_a_batch_with_one_name_writes_it_once_with_the_longest_life(
     assert disk_of(rig).kinds.count(DiskOpKind.WRITE) == writes + 1
 
 
-def test_a_longer_life_is_acknowledged_when_it_is_on_the_drive_and_not_before(rig: StoreRig) -> None:
+def test_an_extension_is_acknowledged_once_it_is_on_the_drive(rig: StoreRig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     disk = disk_of(rig)
     tag = rig.start_put(1, b"kv")
@@ -183,7 +181,7 @@ def test_a_longer_life_is_acknowledged_when_it_is_on_the_drive_and_not_before(ri
     assert rig.put_done[tag].error is None
 
 
-def test_a_longer_life_that_cannot_be_written_is_not_acknowledged(rig: StoreRig) -> None:
+def test_a_failed_extension_is_not_acknowledged(rig: StoreRig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     disk = disk_of(rig)
     disk.faults[disk.operations + 1] = -5  # behind the read of its header
@@ -193,7 +191,7 @@ def test_a_longer_life_that_cannot_be_written_is_not_acknowledged(rig: StoreRig)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_synced_longer_life_survives_power_loss(rig: StoreRig, seed: int) -> None:
+def test_a_synced_extension_survives_power_loss(rig: StoreRig, seed: int) -> None:
     assert rig.put(1, b"kv", Durability.SYNCED, expires_ms=rig.clock.now_ms + SOON_MS).error is None
     if seed % 2:  # the header has been written by one who did not ask for a sync
         assert rig.put(1, b"kv").error is None
@@ -205,7 +203,7 @@ def test_a_synced_longer_life_survives_power_loss(rig: StoreRig, seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_synced_put_of_what_is_only_written_is_synced_before_it_is_acknowledged(
+def test_a_synced_put_of_a_written_block_is_synced_before_it_is_acknowledged(
     rig: StoreRig, seed: int
 ) -> None:
     assert rig.put(1, b"kv").error is None
@@ -214,7 +212,7 @@ def test_a_synced_put_of_what_is_only_written_is_synced_before_it_is_acknowledge
     assert rig.get(1)[1] == b"kv"
 
 
-def test_a_synced_put_beside_a_written_one_of_its_name_is_synced(rig: StoreRig) -> None:
+def test_a_synced_put_along_with_a_written_one_of_its_name_is_synced(rig: StoreRig) -> None:
     tags = [rig.start_put(1, b"kv"), rig.start_put(1, b"kv", Durability.SYNCED)]
     rig.settle()
     assert [rig.put_done[tag].error for tag in tags] == [None, None]
@@ -223,7 +221,9 @@ def test_a_synced_put_beside_a_written_one_of_its_name_is_synced(rig: StoreRig) 
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_kill_or_a_power_loss_in_the_middle_leaves_one_life_or_the_other(rig: StoreRig, seed: int) -> None:
+def test_a_kill_or_a_power_loss_in_the_middle_leaves_one_expiry_or_the_other(
+    rig: StoreRig, seed: int
+) -> None:
     soon = rig.clock.now_ms + SOON_MS
     rig.put(1, b"kv" * 3000, Durability.SYNCED, expires_ms=soon)
     rig.start_put(1, b"kv" * 3000)
@@ -239,8 +239,8 @@ def test_a_kill_or_a_power_loss_in_the_middle_leaves_one_life_or_the_other(rig: 
     rig.open()
 
 
-def test_a_life_that_a_killed_process_had_lengthened_is_no_damage(rig: StoreRig) -> None:
-    """The header says more than the index: nobody was told."""
+def test_an_expiry_extended_by_a_killed_process_is_not_damage(rig: StoreRig) -> None:
+    """The header says more than the index; it was not acknowledged."""
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     rig.start_put(1, b"kv")
     disk = disk_of(rig)
@@ -257,7 +257,7 @@ def test_a_life_that_a_killed_process_had_lengthened_is_no_damage(rig: StoreRig)
     assert rig.get(1)[1] == b"kv"
 
 
-def test_a_get_while_the_life_is_lengthened_is_a_hit(rig: StoreRig) -> None:
+def test_a_get_during_the_extension_is_a_hit(rig: StoreRig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     disk = disk_of(rig)
     item = rig.start_get(1)
@@ -270,7 +270,7 @@ def test_a_get_while_the_life_is_lengthened_is_a_hit(rig: StoreRig) -> None:
     assert rig.get_done[item.tag].miss is None
 
 
-def test_nothing_stands_where_a_header_is_being_written_before_that_has_ended(rig: StoreRig) -> None:
+def test_nothing_is_put_where_a_header_is_being_written_until_that_has_ended(rig: StoreRig) -> None:
     """Its block is dropped meanwhile, and others are put: the late header must not come back, nor lie over them."""
     for number in (2, 1, 3):
         rig.put(number, b"kv", expires_ms=(number == 1) * (rig.clock.now_ms + SOON_MS))
@@ -297,7 +297,7 @@ def test_nothing_stands_where_a_header_is_being_written_before_that_has_ended(ri
     assert all(rig.get(number)[1] == bytes([number]) * 5000 for number in range(10, 40))
 
 
-def test_a_deletion_comes_behind_the_put_that_lengthens_a_life(rig: StoreRig) -> None:
+def test_a_deletion_follows_the_put_that_extends_the_expiry(rig: StoreRig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     put = rig.start_put(1, b"kv")
     gone = rig.start_delete(1)
@@ -309,8 +309,8 @@ def test_a_deletion_comes_behind_the_put_that_lengthens_a_life(rig: StoreRig) ->
     assert rig.get(1)[0].miss is not None
 
 
-def test_a_deletion_comes_behind_all_puts_that_were_before_it(rig: StoreRig) -> None:
-    """Of which the second makes the first one's life longer, and is not done when that one is."""
+def test_a_deletion_follows_all_puts_before_it(rig: StoreRig) -> None:
+    """Of which the second extends the first one's expiry, and ends later."""
     now = rig.clock.now_ms
     first = rig.start_put(1, b"kv", expires_ms=now + SOON_MS)
     assert disk_of(rig).in_flight, "its header is made"
@@ -323,7 +323,7 @@ def test_a_deletion_comes_behind_all_puts_that_were_before_it(rig: StoreRig) -> 
     assert rig.reported.index(second) < rig.reported.index(gone)
 
 
-def test_a_block_does_not_expire_while_its_life_is_lengthened(rig: StoreRig) -> None:
+def test_a_block_does_not_expire_while_its_expiry_is_extended(rig: StoreRig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + SOON_MS)
     disk = disk_of(rig)
     rig.start_put(1, b"kv")
@@ -340,7 +340,7 @@ def test_a_block_does_not_expire_while_its_life_is_lengthened(rig: StoreRig) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_puts_of_few_names_live_as_long_as_was_promised(tmp_path: Path, seed: int) -> None:
+def test_random_puts_of_few_names_live_as_long_as_promised(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     rig = StoreRig(tmp_path / "data", FakeDisk(seed=seed))
     rig.open()
@@ -369,7 +369,7 @@ def test_random_puts_of_few_names_live_as_long_as_was_promised(tmp_path: Path, s
     rig.store.close()
 
 
-def test_with_several_drives_the_life_is_lengthened_where_the_block_is(tmp_path: Path) -> None:
+def test_with_several_drives_the_expiry_is_extended_where_the_block_is(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data", disks=[FakeDisk(), FakeDisk(seed=1)])
     rig.open()
     soon = rig.clock.now_ms + SOON_MS
@@ -382,7 +382,7 @@ def test_with_several_drives_the_life_is_lengthened_where_the_block_is(tmp_path:
     rig.store.close()
 
 
-def test_a_failed_drive_that_cannot_lengthen_a_life_is_no_reason_to_end_it(tmp_path: Path) -> None:
+def test_a_failed_drive_that_cannot_extend_an_expiry_does_not_end_the_block(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data", disks=[FakeDisk(), FakeDisk(seed=1)])
     rig.open()
     number = next(one for one in range(20) if rig.home(one) == 0)
@@ -400,7 +400,7 @@ def test_a_failed_drive_that_cannot_lengthen_a_life_is_no_reason_to_end_it(tmp_p
 
 
 @pytest.mark.parametrize("ago_ms", [0, 1, 10**9])
-def test_a_put_whose_time_to_live_is_over_is_refused(rig: StoreRig, ago_ms: int) -> None:
+def test_a_put_whose_time_to_live_has_passed_is_refused(rig: StoreRig, ago_ms: int) -> None:
     assert isinstance(rig.put(1, b"kv", expires_ms=rig.clock.now_ms - ago_ms).error, Expired)
     assert rig.store.statistics().blocks == 0
     rig.put(1, b"kv")
@@ -457,7 +457,7 @@ def test_room_beside_protected_blocks_is_used_and_the_last_put_stays(small: Stor
     assert small.drive.keeping.core.protected_pages == 0
 
 
-def test_protected_pages_are_counted_however_they_come_and_go(small: StoreRig) -> None:
+def test_protected_pages_are_counted_through_every_change(small: StoreRig) -> None:
     core = small.drive.keeping.core
     for number in range(6):
         small.put(number, b"p" * 8000)
@@ -485,7 +485,7 @@ def limit_of(rig: StoreRig) -> int:
     return stored.manifest.expires_ms
 
 
-def test_an_append_done_before_still_sets_when_the_session_ends(rig: StoreRig) -> None:
+def test_a_repeated_append_still_sets_the_sessions_expiry(rig: StoreRig) -> None:
     for number in range(4):
         rig.put(number, b"kv")
     soon = rig.clock.now_ms + SOON_MS
@@ -512,7 +512,7 @@ def protect(rig: StoreRig, blocks: int, durability: Durability = Durability.SYNC
 
 
 @pytest.mark.parametrize("how", ["closed", "killed", "scanned", "power"])
-def test_protection_survives(rig: StoreRig, how: str) -> None:
+def test_protection_survives_a_restart(rig: StoreRig, how: str) -> None:
     for number in range(4):
         rig.put(number, b"kv", Durability.SYNCED)
     rig.append(1, range(4), Durability.SYNCED)
@@ -526,7 +526,7 @@ def test_protection_survives(rig: StoreRig, how: str) -> None:
     assert protected(rig) == [False] * 4
 
 
-def test_protection_stays_with_a_session_that_is_appended_cut_and_limited_and_not_with_its_fork(
+def test_protection_stays_with_a_session_that_is_appended_truncated_and_limited_and_not_with_its_fork(
     rig: StoreRig,
 ) -> None:
     for number in range(4):
@@ -568,7 +568,9 @@ def test_a_protected_block_that_expires_and_is_put_again_is_protected_in_every_s
     assert protected(rig) == [True] * 4
 
 
-def test_of_a_protected_session_nothing_goes_when_a_drive_is_full_after_a_restart(small: StoreRig) -> None:
+def test_nothing_of_a_protected_session_is_evicted_when_a_drive_is_full_after_a_restart(
+    small: StoreRig,
+) -> None:
     for number in range(40):
         small.put(number, b"p" * 8000)
     small.append(1, range(40))
@@ -581,14 +583,14 @@ def test_of_a_protected_session_nothing_goes_when_a_drive_is_full_after_a_restar
     assert all(small.get(number)[1] == b"p" * 8000 for number in range(40))
 
 
-def test_a_session_that_is_not_there_is_not_protected(rig: StoreRig) -> None:
+def test_a_session_that_does_not_exist_is_not_protected(rig: StoreRig) -> None:
     item = SessionItem(
         SessionName(TENANT, USER, name(1)), SessionStep.PROTECT, Durability.WRITTEN, 0, blocks=1
     )
     assert rig.change_session(item).error is not None
 
 
-def test_a_miss_of_what_expired_says_so(rig: StoreRig) -> None:
+def test_a_miss_of_an_expired_block_says_so(rig: StoreRig) -> None:
     rig.put(1, b"kv", expires_ms=rig.clock.now_ms + 1)
     rig.clock.now_ms += 1
     done, _ = rig.get(1)

@@ -60,7 +60,7 @@ def filled(real: StoreRig) -> StoreRig:
     return real
 
 
-def test_a_folder_is_opened_by_one_at_a_time(filled: StoreRig) -> None:
+def test_a_folder_is_opened_by_one_process_at_a_time(filled: StoreRig) -> None:
     with pytest.raises(FolderLocked):
         Store.open(filled.data, capacity_bytes=None, clock=SystemClock())
     filled.store.close()
@@ -78,13 +78,13 @@ def test_a_drive_of_another_version_is_refused_and_left_alone(filled: StoreRig) 
 
 
 @pytest.mark.parametrize("copy", [0, 1])
-def test_one_damaged_superblock_is_no_loss(filled: StoreRig, copy: int) -> None:
+def test_one_damaged_superblock_loses_nothing(filled: StoreRig, copy: int) -> None:
     filled.store.close()
     poke(drive_of(filled), copy * PAGE_BYTES, b"garbage")
     blocks_survive(filled, rebuilt=False)
 
 
-def test_of_two_good_superblocks_the_newer_counts(filled: StoreRig) -> None:
+def test_of_two_valid_superblocks_the_newer_counts(filled: StoreRig) -> None:
     old = drive_of(filled).read_bytes()[:PAGE_BYTES]
     filled.store.close()
     poke(drive_of(filled), 0, old)  # as if the last write of copy 0 had been lost
@@ -99,7 +99,7 @@ def test_two_damaged_superblocks_are_not_formatted_over(filled: StoreRig) -> Non
         filled.open()
 
 
-def test_a_drive_cut_from_outside_is_refused(filled: StoreRig) -> None:
+def test_a_drive_truncated_from_outside_is_refused(filled: StoreRig) -> None:
     filled.capacity_bytes = 2 * DRIVE_CAPACITY_BYTES_MIN
     filled.store.close()
     os.truncate(drive_of(filled), DRIVE_CAPACITY_BYTES_MIN // 2)
@@ -107,7 +107,7 @@ def test_a_drive_cut_from_outside_is_refused(filled: StoreRig) -> None:
         filled.open()
 
 
-def test_a_drive_a_page_shorter_than_its_superblock_says_is_refused(tmp_path: Path) -> None:
+def test_a_drive_one_page_shorter_than_its_superblock_says_is_refused(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data")
     rig.capacity_bytes = DRIVE_CAPACITY_BYTES_MIN + PAGE_BYTES
     rig.open().close()
@@ -116,7 +116,7 @@ def test_a_drive_a_page_shorter_than_its_superblock_says_is_refused(tmp_path: Pa
         rig.open()
 
 
-def test_a_folder_without_a_drive_needs_a_sound_capacity(tmp_path: Path) -> None:
+def test_a_folder_without_a_drive_needs_a_valid_capacity(tmp_path: Path) -> None:
     for capacity in (None, 0, DRIVE_CAPACITY_BYTES_MIN - 1, DRIVE_CAPACITY_BYTES_MAX + 1):
         with pytest.raises(ConfigError):
             Store.open(tmp_path / "data", capacity_bytes=capacity, clock=SystemClock())
@@ -125,7 +125,7 @@ def test_a_folder_without_a_drive_needs_a_sound_capacity(tmp_path: Path) -> None
     assert not list((tmp_path / "data").glob("drive*"))
 
 
-def test_a_drive_that_was_removed_is_not_replaced_by_a_new_one(filled: StoreRig) -> None:
+def test_a_removed_drive_is_not_replaced_by_a_new_one(filled: StoreRig) -> None:
     filled.store.close()
     drive_of(filled).rename(filled.data / "elsewhere")
     with pytest.raises(StorageError, match="is missing"):
@@ -134,7 +134,7 @@ def test_a_drive_that_was_removed_is_not_replaced_by_a_new_one(filled: StoreRig)
     blocks_survive(filled, rebuilt=False)
 
 
-def test_a_device_that_was_removed_is_an_error(filled: StoreRig) -> None:
+def test_a_removed_device_is_an_error(filled: StoreRig) -> None:
     filled.store.close()
     drive_of(filled).unlink()
     drive_of(filled).symlink_to(filled.data / "no-such-device")
@@ -143,7 +143,7 @@ def test_a_device_that_was_removed_is_an_error(filled: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("size", [0, PAGE_BYTES, DRIVE_CAPACITY_BYTES_MIN - 1])
-def test_a_drive_of_hardly_any_size_is_refused(filled: StoreRig, size: int) -> None:
+def test_a_tiny_drive_is_refused(filled: StoreRig, size: int) -> None:
     filled.store.close()
     os.truncate(drive_of(filled), size)
     with pytest.raises(StorageError, match="less than the smallest drive"):
@@ -164,24 +164,24 @@ def test_a_drive_truncated_under_a_running_store_gives_misses(filled: StoreRig) 
     assert filled.get(2)[0].miss is not None
 
 
-def test_a_device_whose_formatting_was_cut_short_in_its_superblock_is_not_formatted_over(
+def test_a_device_whose_formatting_was_interrupted_in_its_superblock_is_not_formatted_over(
     tmp_path: Path,
 ) -> None:
-    """The first copy is there in half: this may be anybody's, so a person has to say."""
+    """Half of the first copy is there: this may be somebody else's, so a person has to decide."""
     rig = StoreRig(tmp_path / "data", FakeDisk({0: b"TKVDRIVE" + bytes(PAGE_BYTES - 8)}))
     with pytest.raises(StorageError) as caught:
         rig.open()
     assert isinstance(caught.value, (Corrupt, WrongVersion))
 
 
-def test_a_lock_file_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+def test_a_lock_file_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "data").write_bytes(b"a file where the folder should be")
     with pytest.raises(ConfigError, match="it is a file, not a folder"):
         Store.open(tmp_path / "data", capacity_bytes=DRIVE_CAPACITY_BYTES_MIN, clock=SystemClock())
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_folder_in_which_nothing_could_be_made_is_as_it_was(tmp_path: Path, *, is_there: bool) -> None:
+def test_a_folder_in_which_nothing_could_be_created_is_unchanged(tmp_path: Path, *, is_there: bool) -> None:
     data = tmp_path / "data"
     if is_there:
         data.mkdir()
@@ -199,9 +199,7 @@ def test_a_folder_in_which_nothing_could_be_made_is_as_it_was(tmp_path: Path, *,
     assert not is_there or not list(data.iterdir())
 
 
-def test_a_lock_that_was_given_up_meanwhile_locks_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_released_meanwhile_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = FolderLock(tmp_path / "data")
     flock = fcntl.flock
 
@@ -215,7 +213,7 @@ def test_a_lock_that_was_given_up_meanwhile_locks_nothing(
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_an_index_copied_from_a_running_store_and_brought_back_after_sigkill_is_rebuilt(
+def test_an_index_copied_from_a_running_store_and_restored_after_sigkill_is_rebuilt(
     filled: StoreRig, more: int
 ) -> None:
     """Within one boot and one epoch: the lock file knows how far the index had got."""
@@ -230,10 +228,10 @@ def test_an_index_copied_from_a_running_store_and_brought_back_after_sigkill_is_
 
 
 @pytest.mark.parametrize("emptied", [False, True])
-def test_an_index_brought_back_after_sigkill_with_the_lock_file_of_its_hour_is_rebuilt(
+def test_an_index_restored_after_sigkill_with_the_lock_file_of_its_time_is_rebuilt(
     filled: StoreRig, monkeypatch: pytest.MonkeyPatch, *, emptied: bool
 ) -> None:
-    """All that says how far the index had got is as old as the index: the drive says otherwise."""
+    """Everything that says how far the index had got is as old as the index: the drive contradicts it."""
     monkeypatch.setattr(index_check, "INDEX_HEADERS_CHECKED_MAX", 1)
     later = range(3, 4 if emptied else 6)
     shutil.copytree(filled.data / "index-0", filled.data / "copy")
@@ -255,7 +253,7 @@ def test_an_index_brought_back_after_sigkill_with_the_lock_file_of_its_hour_is_r
     assert filled.get(2)[1] == b"two"
 
 
-def test_a_put_that_was_under_way_at_sigkill_is_no_reason_to_rebuild(tmp_path: Path) -> None:
+def test_a_put_in_flight_at_sigkill_causes_no_rebuild(tmp_path: Path) -> None:
     disk = FakeDisk()
     rig = StoreRig(tmp_path / "data", disk)
     rig.open()
@@ -289,7 +287,7 @@ def test_without_the_note_of_its_commits_an_index_that_was_not_closed_is_rebuilt
     blocks_survive(filled, rebuilt=False)
 
 
-def test_a_commit_that_a_process_died_before_noting_is_no_reason_to_rebuild(filled: StoreRig) -> None:
+def test_a_commit_not_noted_before_a_crash_causes_no_rebuild(filled: StoreRig) -> None:
     lock = filled.store._lock.place(0)
     note = lock.note
     filled.put(3, b"committed")
@@ -322,7 +320,7 @@ def test_a_damaged_roll_voids_nothing(tmp_path: Path, *, flipped: bool) -> None:
     rig.store.close()
 
 
-def test_a_new_drive_is_not_scanned_and_one_killed_in_its_first_life_is(tmp_path: Path) -> None:
+def test_a_new_drive_is_not_scanned_and_one_killed_in_its_first_run_is(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data")
     rig.open()
     assert not rig.store.statistics().rebuilt
@@ -341,7 +339,7 @@ def test_an_existing_drive_keeps_its_capacity(filled: StoreRig) -> None:
     assert filled.store.statistics().capacity_bytes == DRIVE_CAPACITY_BYTES_MIN
 
 
-def test_a_formatting_that_was_cut_short_is_done_anew(tmp_path: Path) -> None:
+def test_an_interrupted_formatting_is_repeated(tmp_path: Path) -> None:
     disk = FakeDisk()
     disk.fault_from = (10, -5)
     rig = StoreRig(tmp_path / "data", disk)
@@ -353,7 +351,7 @@ def test_a_formatting_that_was_cut_short_is_done_anew(tmp_path: Path) -> None:
     rig.store.close()
 
 
-def test_a_killed_process_leaves_an_index_that_is_believed_in_the_same_boot_only(filled: StoreRig) -> None:
+def test_the_index_of_a_killed_process_is_trusted_only_in_the_same_boot(filled: StoreRig) -> None:
     filled.kill()
     blocks_survive(filled, rebuilt=False)
     filled.kill()
@@ -361,7 +359,7 @@ def test_a_killed_process_leaves_an_index_that_is_believed_in_the_same_boot_only
     blocks_survive(filled, rebuilt=True)
 
 
-def test_a_clean_index_is_believed_in_another_boot(filled: StoreRig) -> None:
+def test_a_clean_index_is_trusted_in_another_boot(filled: StoreRig) -> None:
     filled.store.close()
     filled.boot_id = "1" * 36
     blocks_survive(filled, rebuilt=False)
@@ -374,7 +372,7 @@ def test_a_deleted_index_is_rebuilt(filled: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 100, 4096, 8192, -4096])
-def test_an_index_cut_short_is_rebuilt(filled: StoreRig, keep: int) -> None:
+def test_a_truncated_index_is_rebuilt(filled: StoreRig, keep: int) -> None:
     filled.store.close()
     index = filled.data / "index-0" / "data.mdb"
     os.truncate(index, keep if keep >= 0 else index.stat().st_size + keep)
@@ -388,7 +386,7 @@ def test_an_index_of_garbage_is_rebuilt(filled: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("running", [False, True], ids=["closed", "running"])
-def test_an_index_from_yesterday_is_rebuilt(filled: StoreRig, *, running: bool) -> None:
+def test_yesterdays_index_is_rebuilt(filled: StoreRig, *, running: bool) -> None:
     if not running:
         filled.store.close()
     shutil.copytree(filled.data / "index-0", filled.data / "yesterday")
@@ -459,7 +457,7 @@ def test_acknowledged_blocks_survive_kill_9(tmp_path: Path, *, index_survives: b
     rig.store.close()
 
 
-def test_generations_are_reserved_anew_when_they_run_out_and_end_with_the_drives_own(
+def test_generations_are_reserved_again_when_they_run_out_and_end_with_the_drives_own(
     filled: StoreRig,
 ) -> None:
     volume = filled.drive._volume
@@ -475,7 +473,7 @@ def test_generations_are_reserved_anew_when_they_run_out_and_end_with_the_drives
     assert filled.get(12)[0].generation == GENERATIONS_PER_DRIVE - 1
 
 
-def test_of_two_records_with_one_name_a_rebuild_takes_the_newer_wherever_it_lies(tmp_path: Path) -> None:
+def test_of_two_records_with_one_name_a_rebuild_takes_the_newer_wherever_it_is(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk())
 
     def rebuilt_gives(expected: dict[int, bytes], lost_wipe: int) -> None:
@@ -519,14 +517,14 @@ def test_a_clean_close_makes_written_blocks_survive_power_loss(tmp_path: Path) -
     rig.store.close()
 
 
-def test_a_file_where_the_index_was_is_no_reason_not_to_start(filled: StoreRig) -> None:
+def test_a_file_in_the_place_of_the_index_does_not_prevent_a_start(filled: StoreRig) -> None:
     filled.store.close()
     shutil.rmtree(filled.data / "index-0")
     (filled.data / "index-0").write_text("no folder")
     blocks_survive(filled, rebuilt=True)
 
 
-def test_a_folder_where_the_seal_was_is_no_reason_not_to_start(filled: StoreRig) -> None:
+def test_a_folder_in_the_place_of_the_seal_does_not_prevent_a_start(filled: StoreRig) -> None:
     filled.store.close()
     (filled.data / "index-0" / "seal").unlink()
     (filled.data / "index-0" / "seal").mkdir()

@@ -72,7 +72,7 @@ def test_no_generation_is_published_before_all_lower_ones_are_written(fake: Stor
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_behind_a_write_that_failed_none_is_published_and_none_before_it_is_lost(
+def test_after_a_failed_write_none_is_published_and_all_before_it_are_kept(
     fake: StoreRig, failing: int
 ) -> None:
     tags = [fake.start_put(number, b"payload") for number in range(4)]
@@ -87,7 +87,7 @@ def test_behind_a_write_that_failed_none_is_published_and_none_before_it_is_lost
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_of_writes_that_end_together_those_before_one_that_failed_are_kept(
+def test_of_writes_that_end_together_those_before_a_failed_one_are_kept(
     fake: StoreRig, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tags = [fake.start_put(number, b"payload") for number in range(4)]
@@ -103,7 +103,7 @@ def test_of_writes_that_end_together_those_before_one_that_failed_are_kept(
     assert [is_stored(fake, number) for number in range(4)] == [number < failing for number in range(4)]
 
 
-def test_a_synced_put_is_reported_when_a_sync_has_ended_that_began_behind_its_write(fake: StoreRig) -> None:
+def test_a_synced_put_is_reported_after_a_sync_that_began_after_its_write(fake: StoreRig) -> None:
     fake.put(9, b"earlier")
     tag = fake.start_put(1, b"payload", Durability.SYNCED)
     until_it_syncs(fake)
@@ -116,7 +116,7 @@ def test_a_synced_put_is_reported_when_a_sync_has_ended_that_began_behind_its_wr
     assert fake.put_done[tag].error is None
 
 
-def test_a_sync_stands_for_nothing_that_ended_behind_its_beginning(fake: StoreRig) -> None:
+def test_a_sync_does_not_cover_writes_that_ended_after_it_began(fake: StoreRig) -> None:
     first = fake.start_put(1, b"payload", Durability.SYNCED)
     until_it_syncs(fake)
     hold(fake)
@@ -150,7 +150,7 @@ def test_writes_during_a_sync_do_not_count_as_synced(fake: StoreRig) -> None:
     assert disk_of(fake).kinds.count(DiskOpKind.SYNC) == syncs + 1, "it is not, so that took one more"
 
 
-def test_pages_are_free_when_their_header_is_wiped_and_not_before(fake: StoreRig) -> None:
+def test_pages_are_free_once_their_header_is_wiped_and_not_before(fake: StoreRig) -> None:
     fake.put(1, b"payload", Durability.SYNCED)
     offset, size = fake.record_at(1)
     free = fake.store.statistics().free_bytes

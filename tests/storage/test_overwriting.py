@@ -122,9 +122,7 @@ def test_an_erasure_that_dies_at_any_step_leaves_nothing_once_it_is_repeated(
     assert len(left) > 3, "it died where some pages were overwritten and others were not"
 
 
-def test_places_that_are_in_use_again_are_not_overwritten(
-    rig: StoreRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_places_in_use_again_are_not_overwritten(rig: StoreRig, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(rig)
     with monkeypatch.context() as patch:  # it dies before places are struck out
         patch.setattr("kvstore.storage.leaving_blocks.strike", lambda *_: None)
@@ -156,7 +154,7 @@ def test_a_place_of_a_later_erasure_is_not_struck_out_by_an_earlier_one(rig: Sto
     rig.close()
 
 
-def test_an_erasure_is_refused_while_a_drive_keeps_what_an_earlier_one_has_left(rig: StoreRig) -> None:
+def test_an_erasure_is_refused_while_a_drive_keeps_the_remains_of_an_earlier_one(rig: StoreRig) -> None:
     filled(rig)
     start_erasing(rig)
     places = overwriting._noted(rig.drive._index)
@@ -200,7 +198,7 @@ def test_a_deletion_waits_for_an_erasure_of_its_name(rig: StoreRig) -> None:
     rig.close()
 
 
-def test_an_erased_block_is_overwritten_after_power_loss_though_its_name_is_in_use_again(
+def test_an_erased_block_is_overwritten_after_power_loss_even_if_its_name_is_in_use_again(
     rig: StoreRig,
 ) -> None:
     """The repeated erasure finds the new block, and no other."""
@@ -218,8 +216,10 @@ def test_an_erased_block_is_overwritten_after_power_loss_though_its_name_is_in_u
 
 
 @pytest.mark.parametrize("how", ["killed", "power"])
-def test_a_block_that_failed_a_check_is_overwritten_whatever_stops_it(tmp_path: Path, how: str) -> None:
-    """No erasure would find it without its header, so that goes last."""
+def test_a_block_that_failed_a_check_is_overwritten_despite_any_interruption(
+    tmp_path: Path, how: str
+) -> None:
+    """No erasure would find it without its header, so the header is overwritten last."""
     for step in range(STEPS_MAX):
         rig = StoreRig(tmp_path / str(step), FakeDisk(seed=step))
         filled(rig)
@@ -258,7 +258,7 @@ def test_an_erasure_interrupted_by_a_clean_stop_is_finished_by_the_next_start(ri
 
 
 def test_the_blocks_that_only_one_session_names_are_known_before_it_is_removed(rig: StoreRig) -> None:
-    """Those for which its removal is going to leave no reference, whatever other sessions share with it."""
+    """The blocks left without a reference by its removal, whatever other sessions share with it."""
     rig.open()
     numbers = list(range(1, 2 * SESSION_CHUNK_BLOCKS + 40))
     for number in numbers:

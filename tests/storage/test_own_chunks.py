@@ -95,8 +95,8 @@ def test_sessions_of_a_user_share_chunks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_newer", [False, True], ids=["manifest in the clear", "only chunks in the clear"])
-def test_chunks_of_before_become_their_users(tmp_path: Path, *, is_newer: bool) -> None:
-    """Of two users who share them, each gets their own when the drive is encrypted."""
+def test_earlier_chunks_become_their_users_own(tmp_path: Path, *, is_newer: bool) -> None:
+    """Two users who share them each get their own when the drive is encrypted."""
     rig = filled(tmp_path, encrypted=False)
     of_other(rig, SessionStep.FORK, source=SessionName(TENANT, USER, name(1)), blocks=COUNT)
     assert len(list(rig.drive.manifests.all_chunks())) == 2

@@ -39,9 +39,7 @@ def overwrite(rig: StoreRig) -> None:
 
 @pytest.mark.parametrize("page", [0, 1, 2], ids=["header", "payload", "last page"])
 @pytest.mark.parametrize("durability", [Durability.WRITTEN, Durability.SYNCED])
-def test_a_block_that_cannot_be_read_can_be_put_again(
-    fake: StoreRig, page: int, durability: Durability
-) -> None:
+def test_an_unreadable_block_can_be_put_again(fake: StoreRig, page: int, durability: Durability) -> None:
     fake.put(1, PAYLOAD, Durability.SYNCED)
     offset, size = fake.record_at(1)
     free = fake.store.statistics().free_bytes
@@ -55,7 +53,7 @@ def test_a_block_that_cannot_be_read_can_be_put_again(
     assert fake.get(1)[1] == PAYLOAD
 
 
-def test_a_block_that_could_not_be_read_does_not_come_back_after_a_deletion(fake: StoreRig) -> None:
+def test_an_unreadable_block_does_not_come_back_after_a_deletion(fake: StoreRig) -> None:
     fake.put(1, PAYLOAD, Durability.SYNCED)
     disk_of(fake).unreadable = {fake.record_at(1)[0] // PAGE_BYTES + 1}
     assert reason(fake, 1) is MissReason.UNREADABLE
@@ -144,7 +142,7 @@ def test_an_encrypted_block_is_quarantined_until_the_drive_has_overwritten_it(tm
     rig.store.close()
 
 
-def test_a_put_waits_for_what_is_quarantined_of_its_tenant(fake: StoreRig) -> None:
+def test_a_put_waits_for_its_tenants_quarantined_blocks(fake: StoreRig) -> None:
     fake.store.change_quotas({TENANT: BLOCK})
     fake.put(1, PAYLOAD)
     disk_of(fake).flip(fake.record_at(1)[0] + HEADER_BYTES, 0)
@@ -159,7 +157,7 @@ def test_a_put_waits_for_what_is_quarantined_of_its_tenant(fake: StoreRig) -> No
     assert not isinstance(fake.put_done[tag].error, QuotaExceeded)
 
 
-def test_a_large_extent_is_overwritten_piece_by_piece(tmp_path: Path) -> None:
+def test_a_large_extent_is_overwritten_in_pieces(tmp_path: Path) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk(), Slots(16, 4 * SCRUB_PIECE_BYTES))
     rig.open()
     payload = b"payload!" * (2 * SCRUB_PIECE_BYTES // 8)
@@ -177,7 +175,7 @@ def test_a_large_extent_is_overwritten_piece_by_piece(tmp_path: Path) -> None:
     rig.store.close()
 
 
-def test_a_close_waits_for_no_scrub_that_has_not_begun(fake: StoreRig) -> None:
+def test_a_close_does_not_wait_for_a_scrub_that_has_not_begun(fake: StoreRig) -> None:
     for number in range(3):
         fake.put(number, PAYLOAD)
         disk_of(fake).flip(fake.record_at(number)[0] + HEADER_BYTES, 0)
@@ -193,7 +191,7 @@ def test_a_close_waits_for_no_scrub_that_has_not_begun(fake: StoreRig) -> None:
     assert fake.store.statistics().quarantined_bytes == 0
 
 
-def test_a_drive_that_takes_no_writes_keeps_what_it_cannot_read_and_what_is_put_goes_elsewhere(
+def test_a_drive_that_accepts_no_writes_keeps_its_unreadable_blocks_and_new_puts_go_elsewhere(
     pair: StoreRig,
 ) -> None:
     (number,) = homed(pair, 0)
@@ -209,7 +207,7 @@ def test_a_drive_that_takes_no_writes_keeps_what_it_cannot_read_and_what_is_put_
 
 
 @pytest.mark.parametrize("position", [0, 1])
-def test_of_two_drives_the_one_that_has_it_quarantines_it(pair: StoreRig, position: int) -> None:
+def test_of_two_drives_the_one_with_the_block_quarantines_it(pair: StoreRig, position: int) -> None:
     (number,) = homed(pair, position)
     pair.put(number, PAYLOAD)
     pair.disks[position].unreadable = {pair.record_at(number)[0] // PAGE_BYTES}

@@ -70,7 +70,7 @@ def hold(rig: StoreRig, numbers: range, guard: Guard = Guard.LEASE) -> list[Held
     return [one for one in held if one is not None]
 
 
-def test_a_tenant_at_its_quota_makes_room_with_its_own_oldest_block(rig: StoreRig) -> None:
+def test_a_tenant_at_its_quota_evicts_its_own_oldest_block(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 4 * BLOCK, OTHER: 2 * BLOCK})
     fill(rig, 2, OTHER)
     fill(rig, 3, FREE)
@@ -97,7 +97,7 @@ def test_quotas_count_whole_pages_and_the_header(rig: StoreRig) -> None:
     assert rig.store.quota(TENANT).used_bytes == (2 + 2 + 3) * PAGE_BYTES
 
 
-def test_stored_deleted_and_expired_blocks_are_counted_right(rig: StoreRig) -> None:
+def test_stored_deleted_and_expired_blocks_are_counted_correctly(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 9 * BLOCK})
     fill(rig, 3)
     fill(rig, 3)
@@ -114,7 +114,7 @@ def test_stored_deleted_and_expired_blocks_are_counted_right(rig: StoreRig) -> N
     assert rig.store.quota(TENANT).used_bytes == 2 * BLOCK
 
 
-def test_a_put_that_can_not_fit_is_refused_with_the_quota_named(rig: StoreRig) -> None:
+def test_a_put_that_cannot_fit_is_refused_with_the_quota_named(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 2 * BLOCK})
     fill(rig, 2)
     too_large = rig.put(5, bytes(30_000)).error
@@ -128,7 +128,7 @@ def test_a_put_that_can_not_fit_is_refused_with_the_quota_named(rig: StoreRig) -
     assert rig.put(6, PAYLOAD, tenant=OTHER).error is None
 
 
-def test_a_put_waits_for_the_end_of_a_guard_and_not_for_ever(rig: StoreRig) -> None:
+def test_a_put_waits_for_the_end_of_a_guard_but_not_forever(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 2 * BLOCK})
     fill(rig, 2)
     held = hold(rig, range(2))
@@ -162,7 +162,7 @@ def test_a_batch_larger_than_the_quota_ends_with_its_last_blocks(rig: StoreRig) 
     assert rig.store.quota(TENANT).used_bytes == 4 * BLOCK
 
 
-def test_puts_that_wait_when_the_store_closes_are_ended(rig: StoreRig) -> None:
+def test_waiting_puts_are_ended_when_the_store_closes(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 2 * BLOCK})
     fill(rig, 2)
     hold(rig, range(2))
@@ -171,7 +171,7 @@ def test_puts_that_wait_when_the_store_closes_are_ended(rig: StoreRig) -> None:
     assert isinstance(rig.put_done[tag].error, QuotaExceeded)
 
 
-def test_puts_that_wait_when_the_drive_fails_are_ended(rig: StoreRig) -> None:
+def test_waiting_puts_are_ended_when_the_drive_fails(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 2 * BLOCK})
     fill(rig, 2)
     hold(rig, range(2))
@@ -182,7 +182,7 @@ def test_puts_that_wait_when_the_drive_fails_are_ended(rig: StoreRig) -> None:
     assert rig.put_done[tag].error is not None
 
 
-def test_usage_is_known_again_after_a_restart_and_the_oldest_record_goes_first(rig: StoreRig) -> None:
+def test_usage_is_known_after_a_restart_and_the_oldest_record_is_evicted_first(rig: StoreRig) -> None:
     fill(rig, 5)
     reopen(rig)
     rig.store.change_quotas({TENANT: 5 * BLOCK})
@@ -202,7 +202,7 @@ def test_usage_is_known_again_after_the_index_was_lost(rig: StoreRig) -> None:
     assert rig.store.quota(TENANT).used_bytes == len(stored(rig)) * BLOCK
 
 
-def test_a_quota_that_shrinks_lets_the_oldest_go_and_one_that_ends_lets_all_stay(rig: StoreRig) -> None:
+def test_a_smaller_quota_evicts_the_oldest_and_removing_it_keeps_all(rig: StoreRig) -> None:
     fill(rig, 6)
     fill(rig, 6, OTHER)
     rig.store.change_quotas({TENANT: 4 * BLOCK})
@@ -218,7 +218,7 @@ def test_a_quota_that_shrinks_lets_the_oldest_go_and_one_that_ends_lets_all_stay
     assert len(stored(rig, OTHER)) == 6
 
 
-def test_a_session_goes_from_its_tail_for_a_quota_too(rig: StoreRig) -> None:
+def test_a_session_is_evicted_from_its_tail_for_a_quota_too(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: 5 * BLOCK + SESSION})
     fill(rig, 4)
     assert rig.append(1, range(4)).error is None
@@ -252,7 +252,7 @@ def test_a_block_before_a_deleted_one_keeps_its_own_later_use(rig: StoreRig) -> 
     assert stored(rig) == [0, 10, 11], "0 was used after 5"
 
 
-def test_over_two_drives_the_oldest_goes_wherever_it_lies(tmp_path: Path) -> None:
+def test_over_two_drives_the_oldest_is_evicted_wherever_it_is(tmp_path: Path) -> None:
     rig = two(tmp_path / "data")
     rig.open()
     rig.store.change_quotas({TENANT: 12 * BLOCK})
@@ -279,7 +279,7 @@ def test_over_two_drives_the_oldest_goes_wherever_it_lies(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_many_that_go_at_once_are_the_oldest_of_all_drives(tmp_path: Path, seed: int) -> None:
+def test_many_evicted_at_once_are_the_oldest_of_all_drives(tmp_path: Path, seed: int) -> None:
     rig = two(tmp_path / "data")
     rig.open()
     rig.store.change_quotas({TENANT: 40 * BLOCK})
@@ -301,7 +301,7 @@ def test_many_that_go_at_once_are_the_oldest_of_all_drives(tmp_path: Path, seed:
     rig.store.close()
 
 
-def test_nothing_is_taken_from_a_drive_that_has_failed(tmp_path: Path) -> None:
+def test_nothing_is_evicted_from_a_failed_drive(tmp_path: Path) -> None:
     rig = two(tmp_path / "data")
     rig.open()
     rig.store.change_quotas({TENANT: 6 * BLOCK})
@@ -501,8 +501,8 @@ TestQuotas.settings = settings(
 )
 
 
-def test_syncs_hold_no_quota_up(rig: StoreRig) -> None:
-    """A block whose put waits for its sync may not go; one put behind it waits, and then is done."""
+def test_syncs_do_not_delay_puts_at_the_quota(rig: StoreRig) -> None:
+    """A block whose put waits for its sync may not be evicted; a put behind it waits, and then completes."""
     rig.store.change_quotas({TENANT: BLOCK})
     first = rig.start_put(1, PAYLOAD, Durability.SYNCED)
     second = rig.start_put(2, PAYLOAD)

@@ -48,7 +48,7 @@ def _walk(rng: random.Random) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_read_gives_what_the_drive_has(seed: int) -> None:
+def test_every_read_returns_the_drives_bytes(seed: int) -> None:
     rng, disk = random.Random(seed), _disk(seed)
     disk.faults = {rng.randrange(500): rng.choice((-5, 1)) for _ in range(20)}
     with Ahead(disk, _PIECE_PAGES * PAGE_BYTES) as ahead:
@@ -71,7 +71,7 @@ def test_a_failed_guess_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     disk.close()
 
 
-def test_a_page_that_cannot_be_read_is_an_error_and_the_next_is_not() -> None:
+def test_an_unreadable_page_is_an_error_and_the_next_is_not() -> None:
     disk = _disk(1)
     disk.unreadable = {40}
     with Ahead(disk, PAGE_BYTES) as ahead:
@@ -93,7 +93,7 @@ def test_of_equal_jumps_hardly_any_is_waited_for() -> None:
     disk.close()
 
 
-def test_guessing_goes_on_after_many_wrong_guesses() -> None:
+def test_guessing_continues_after_many_wrong_guesses() -> None:
     disk = _disk(1)
     with Ahead(disk, PAGE_BYTES) as ahead:
         for begin in range(0, 1400, 100):
@@ -118,7 +118,7 @@ def test_jumps_that_differ_cause_no_other_read() -> None:
 
 
 @pytest.mark.timeout(10)
-def test_guessing_goes_on_when_slow_wrong_guesses_have_ended() -> None:
+def test_guessing_continues_when_slow_wrong_guesses_have_ended() -> None:
     disk = _disk(1)
     with Ahead(disk, PAGE_BYTES) as ahead:
         for page in range(101):
@@ -140,7 +140,7 @@ def test_guessing_goes_on_when_slow_wrong_guesses_have_ended() -> None:
 
 
 @pytest.mark.timeout(10)
-def test_guessing_goes_on_after_the_memory_was_full_of_wrong_guesses() -> None:
+def test_guessing_continues_after_the_memory_was_full_of_wrong_guesses() -> None:
     disk = _disk(1)
     disk.held = set(range(64))
     with Ahead(disk, PAGE_BYTES) as ahead:

@@ -57,7 +57,7 @@ def handed(fake: StoreRig) -> Handed:
     return Handed(fake)
 
 
-def test_reads_that_are_handed_on_keep_their_extents_until_the_drive_is_done(handed: Handed) -> None:
+def test_reads_handed_on_keep_their_extents_until_the_drive_is_done(handed: Handed) -> None:
     rig, entry = handed.rig, handed.entry(1)
     free = rig.store.statistics().free_bytes
     one = handed.send(1, 2)
@@ -91,8 +91,8 @@ def test_unwanted_reads_release_their_extents(handed: Handed) -> None:
     )
 
 
-def test_tenants_take_turns_and_no_more_is_handed_on_than_may_be_under_way(handed: Handed) -> None:
-    """Who asks for much is not before who asks for little, whoever reads it."""
+def test_tenants_take_turns_and_the_reads_in_flight_are_bounded(handed: Handed) -> None:
+    """A tenant with many reads is not before one with few, whatever reads them."""
     many = 4 * DRIVE_INFLIGHT_READ_BYTES_MAX // TURN_BYTES
     for _ in range(many):
         handed.send(1, tenant=b"evil", size_bytes=TURN_BYTES)
@@ -113,7 +113,7 @@ def test_tenants_take_turns_and_no_more_is_handed_on_than_may_be_under_way(hande
     assert handed.rig.store.statistics().drive_in_flight_bytes == 0
 
 
-def test_reads_that_are_handed_on_are_not_given_to_the_drive_by_us(handed: Handed) -> None:
+def test_reads_handed_on_are_not_submitted_by_us(handed: Handed) -> None:
     disk = handed.rig.disk
     assert disk is not None
     one = handed.send(1)
@@ -123,7 +123,7 @@ def test_reads_that_are_handed_on_are_not_given_to_the_drive_by_us(handed: Hande
     handed.rig.drive.sent(one)
 
 
-def test_a_drive_closes_after_its_blocks_were_released(handed: Handed) -> None:
+def test_a_drive_closes_once_its_blocks_are_released(handed: Handed) -> None:
     handed.send(1)
     handed.rig.start_delete(1)
     handed.rig.drive.close()

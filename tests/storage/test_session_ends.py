@@ -74,7 +74,7 @@ def test_a_session_ends_at_its_time_and_its_blocks_stay_without_its_name(rig: St
     assert rig.session(2) == [1, 2]
 
 
-def test_it_lives_as_long_as_was_said_last(rig: StoreRig) -> None:
+def test_the_last_time_to_live_counts(rig: StoreRig) -> None:
     rig.append(1, [0], expires_ms=rig.clock.now_ms + 1000)
     pass_by(rig, 500)
     rig.append(1, [1], expires_ms=rig.clock.now_ms + 1000)
@@ -101,8 +101,8 @@ def test_truncating_keeps_the_time_and_a_fork_has_none(rig: StoreRig) -> None:
     assert rig.session(2) == [0, 1]
 
 
-def test_a_step_that_comes_when_the_time_is_over_meets_no_session(rig: StoreRig) -> None:
-    """Nothing has looked at the clock between."""
+def test_a_step_after_the_end_meets_no_session(rig: StoreRig) -> None:
+    """Without a check of the clock in between."""
     for number in range(1, 5):
         rig.append(number, [0, 1], expires_ms=rig.clock.now_ms + 1000)
     rig.clock.now_ms += 1000
@@ -117,7 +117,7 @@ def test_a_step_that_comes_when_the_time_is_over_meets_no_session(rig: StoreRig)
     assert references(rig, 0, 1, 3) == [0, 0, 1]
 
 
-def test_more_time_that_comes_first_counts(rig: StoreRig) -> None:
+def test_an_extension_that_arrives_before_the_end_counts(rig: StoreRig) -> None:
     rig.append(1, [0], expires_ms=rig.clock.now_ms + 1000)
     rig.start_step(1, SessionStep.LIMIT, expires_ms=rig.clock.now_ms + HOUR_MS)  # is on its way to the drive
     pass_by(rig, 1000)
@@ -129,7 +129,7 @@ def test_more_time_that_comes_first_counts(rig: StoreRig) -> None:
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-def test_the_time_is_kept_over_a_restart(rig: StoreRig, *, scanned: bool) -> None:
+def test_the_time_survives_a_restart(rig: StoreRig, *, scanned: bool) -> None:
     rig.append(1, [0, 1], expires_ms=rig.clock.now_ms + HOUR_MS)
     rig.append(2, [0, 1], expires_ms=rig.clock.now_ms + HOUR_MS)
     limit(rig, 2, 0)
@@ -148,7 +148,7 @@ def test_the_time_is_kept_over_a_restart(rig: StoreRig, *, scanned: bool) -> Non
     assert rig.session(3) is None, "its time was over while nobody looked"
 
 
-def test_one_that_power_loss_brings_back_is_over_still(rig: StoreRig) -> None:
+def test_a_session_restored_by_power_loss_is_still_expired(rig: StoreRig) -> None:
     rig.append(1, [0, 1], expires_ms=rig.clock.now_ms + 1000)
     pass_by(rig, 1000)
     for seed in range(5):
@@ -167,7 +167,7 @@ def test_its_protection_ends_with_it(rig: StoreRig) -> None:
     assert rig.store.statistics().eviction.protected_sessions == 0
 
 
-def test_many_that_end_at_once_go_in_portions_and_a_check_finds_nothing(rig: StoreRig) -> None:
+def test_many_that_end_at_once_are_removed_in_portions_and_a_check_finds_nothing(rig: StoreRig) -> None:
     count = 2 * SESSIONS_EXPIRED_AT_ONCE + 5
     for number in range(count):
         rig.append(number, [number % 6], expires_ms=rig.clock.now_ms + 1000)
@@ -189,7 +189,7 @@ def test_many_that_end_at_once_go_in_portions_and_a_check_finds_nothing(rig: Sto
     rig.open()
 
 
-def test_on_several_drives_it_ends_wherever_it_lies_and_its_name_is_free(pair: StoreRig) -> None:
+def test_with_several_drives_it_ends_wherever_it_is_and_its_name_is_free(pair: StoreRig) -> None:
     for number in range(20):
         pair.put(number, b"x")
     pair.append(1, range(20), expires_ms=pair.clock.now_ms + 1000)
@@ -202,7 +202,7 @@ def test_on_several_drives_it_ends_wherever_it_lies_and_its_name_is_free(pair: S
     assert pair.session(1) == [3]
 
 
-def test_deadlines_are_given_once_in_order_and_what_is_remembered_is_bounded() -> None:
+def test_deadlines_are_returned_once_in_order_and_memory_is_bounded() -> None:
     rng = random.Random(7)
     deadlines, model = Deadlines(), {}
     names = [SessionName(bytes([one]), b"", b"") for one in range(50)]

@@ -129,8 +129,8 @@ def test_a_tenant_that_only_appends_loses_its_own_blocks_and_then_meets_its_quot
     assert append(rig, TENANT, number, [0]).error is None
 
 
-def test_records_that_wait_for_a_sync_count_until_it_and_one_is_brought_about(rig: StoreRig) -> None:
-    """Else a loop of appends and removals of long sessions takes the place of others' blocks."""
+def test_records_waiting_for_a_sync_are_counted_and_one_is_started(rig: StoreRig) -> None:
+    """Otherwise a loop of appends and removals of long sessions takes the place of others' blocks."""
     rig.store.change_quotas({TENANT: QUOTA * PAGE_BYTES})
     for number in range(QUOTA):
         assert append(rig, TENANT, number, CHUNK).error is None
@@ -140,7 +140,7 @@ def test_records_that_wait_for_a_sync_count_until_it_and_one_is_brought_about(ri
     assert all(rig.store.explain(TENANT, key(one)).stored for one in CHUNK)
 
 
-def test_sessions_of_a_tenant_without_quota_have_a_bound_and_leave_others_as_much(rig: StoreRig) -> None:
+def test_sessions_of_a_tenant_without_quota_are_bounded_and_leave_others_as_much(rig: StoreRig) -> None:
     room = rig.store.statistics().capacity_bytes // PAGE_BYTES // SESSIONS_SHARE
     for number in count():
         done = append(rig, TENANT, number, [0])
@@ -160,7 +160,7 @@ def test_sessions_of_a_tenant_without_quota_have_a_bound_and_leave_others_as_muc
     assert append(rig, TENANT, number, [0]).error is None
 
 
-def test_an_append_of_the_same_chunk_many_times_writes_it_once(rig: StoreRig) -> None:
+def test_repeated_appends_of_the_same_chunk_write_it_once(rig: StoreRig) -> None:
     free = rig.store.statistics().free_bytes
     assert append(rig, TENANT, 1, CHUNK * 8).blocks == 8 * len(CHUNK)
     assert free - rig.store.statistics().free_bytes == 2 * PAGES * PAGE_BYTES == pages(rig) * PAGE_BYTES
@@ -179,7 +179,7 @@ def test_protected_blocks_can_be_unprotected_at_the_quota(rig: StoreRig) -> None
 
 
 @pytest.mark.parametrize("how", ["close", "kill", "power loss"])
-def test_a_restart_and_a_crash_come_to_the_same_counts(rig: StoreRig, how: str) -> None:
+def test_a_restart_and_a_crash_result_in_the_same_counts(rig: StoreRig, how: str) -> None:
     for number in range(4):
         rig.append(number, CHUNK * 2 + CHUNK[: 10 * number], Durability.SYNCED)
     rig.fork(9, 1, 200)
@@ -207,7 +207,7 @@ def protect(blocks: int) -> SessionItem:
     return SessionItem(session, SessionStep.PROTECT, Durability.WRITTEN, 0, blocks=blocks)
 
 
-def test_a_step_that_waits_for_room_is_ended_when_the_store_closes(rig: StoreRig) -> None:
+def test_a_step_waiting_for_room_is_ended_when_the_store_closes(rig: StoreRig) -> None:
     rig.store.change_quotas({TENANT: PAGES * PAGE_BYTES})
     rig.settle()
     rig.put(0, b"x")
@@ -219,7 +219,7 @@ def test_a_step_that_waits_for_room_is_ended_when_the_store_closes(rig: StoreRig
     assert isinstance(rig.session_done[tag].error, QuotaExceeded)
 
 
-def test_a_step_that_fails_gives_back_what_it_had(rig: StoreRig) -> None:
+def test_a_failed_step_returns_its_room(rig: StoreRig) -> None:
     extents = rig.drive._extents
     rig.store.hold([(TENANT, key(number)) for number in CHUNK], Guard.PROTECTED)
     rig.store.hold([(OTHER, key(number)) for number in CHUNK], Guard.PROTECTED)

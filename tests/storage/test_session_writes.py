@@ -80,7 +80,7 @@ def test_appended_blocks_are_named_in_order(filled: StoreRig, batch: int) -> Non
 
 @pytest.mark.parametrize("first", [0, 5, 125, 126, 127, 252, 260, 299, 300, 400])
 @pytest.mark.parametrize("length", [0, 1, 126, 127, 300, None])
-def test_keys_of_a_session_that_was_found_are_read_from_their_chunks_alone(
+def test_keys_of_a_session_are_read_only_from_their_chunks(
     filled: StoreRig, first: int, length: int | None
 ) -> None:
     filled.append(1, range(BLOCKS))
@@ -100,7 +100,7 @@ def test_keys_of_a_session_that_was_found_are_read_from_their_chunks_alone(
         assert manifests.keys_of(TENANT, stored.manifest, first, until) == wanted
 
 
-def test_steps_of_one_session_are_done_in_order_and_those_of_others_meanwhile(filled: StoreRig) -> None:
+def test_steps_of_one_session_run_in_order_and_those_of_others_meanwhile(filled: StoreRig) -> None:
     tags = [filled.start_step(1, SessionStep.APPEND, keys=[number]) for number in range(20)]
     other = filled.start_step(2, SessionStep.APPEND, keys=[5])
     filled.settle()
@@ -130,7 +130,7 @@ def test_a_truncated_session_names_its_first_blocks(filled: StoreRig, blocks: in
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 126, 200, 300])
-def test_a_fork_shares_chunks_and_goes_its_own_way(filled: StoreRig, blocks: int) -> None:
+def test_a_fork_shares_chunks_and_continues_separately(filled: StoreRig, blocks: int) -> None:
     filled.append(1, range(BLOCKS))
     assert filled.fork(2, 1, blocks).blocks == blocks
     whole = blocks // SESSION_CHUNK_BLOCKS
@@ -180,7 +180,7 @@ def test_equal_chunks_of_two_sessions_are_one_and_of_two_tenants_are_two(filled:
     assert filled.session_done[10**6].error is not None, "a tenant has no part in another's sessions"
 
 
-def test_a_session_is_forked_within_its_tenant_alone(filled: StoreRig) -> None:
+def test_a_session_is_forked_only_within_its_tenant(filled: StoreRig) -> None:
     """Also by a tenant that has blocks of the same names, so that nothing else would refuse it."""
     stranger = b"somebody--else!!"
     filled.append(1, range(5))
@@ -222,7 +222,7 @@ def test_a_users_sessions_are_listed_in_pages(filled: StoreRig) -> None:
         (SessionStep.FORK, {"blocks": 1}),
     ],
 )
-def test_a_step_that_cannot_be_is_an_error_and_changes_nothing(
+def test_an_impossible_step_is_an_error_and_changes_nothing(
     filled: StoreRig, step: SessionStep, more: dict[str, int]
 ) -> None:
     filled.append(1, [1, 2])
@@ -233,14 +233,14 @@ def test_a_step_that_cannot_be_is_an_error_and_changes_nothing(
     assert filled.session(1) == [1, 2]
 
 
-def test_a_fork_onto_a_session_is_refused(filled: StoreRig) -> None:
+def test_a_fork_onto_an_existing_session_is_refused(filled: StoreRig) -> None:
     filled.append(1, [1, 2])
     filled.append(2, [3])
     assert filled.fork(2, 1, 1).error is not None
     assert filled.session(2) == [3]
 
 
-def test_a_session_has_a_bound(filled: StoreRig) -> None:
+def test_a_session_is_bounded(filled: StoreRig) -> None:
     turn = [number % SESSION_CHUNK_BLOCKS for number in range(8 * SESSION_CHUNK_BLOCKS)]
     for _ in range(SESSION_BLOCKS_MAX // len(turn) - 1):
         filled.append(1, turn)
@@ -250,7 +250,7 @@ def test_a_session_has_a_bound(filled: StoreRig) -> None:
     is_sound(filled)
 
 
-def test_a_replaced_manifest_is_wiped_only_when_the_new_one_is_synced(filled: StoreRig) -> None:
+def test_a_replaced_manifest_is_wiped_only_once_the_new_one_is_synced(filled: StoreRig) -> None:
     filled.append(1, [1], Durability.SYNCED)
     syncs = filled.store.statistics().syncs
     filled.append(1, [2], Durability.WRITTEN)
@@ -284,10 +284,10 @@ def test_a_removed_session_does_not_come_back_with_an_older_manifest(filled: Sto
 
 
 @pytest.mark.parametrize("is_cut_first", [False, True])
-def test_a_chunk_is_wiped_only_when_all_that_gave_it_up_is_synced(
+def test_a_chunk_is_wiped_only_once_all_that_released_it_is_synced(
     filled: StoreRig, *, is_cut_first: bool
 ) -> None:
-    """The power goes, and the drive keeps each wipe and no record that it did not have to."""
+    """At power loss the drive keeps each wipe and only the records that it had to keep."""
     filled.append(1, range(200))
     filled.fork(2, 1, 200)
     filled.put(0, b"x0", Durability.SYNCED)
@@ -305,7 +305,7 @@ def test_a_chunk_is_wiped_only_when_all_that_gave_it_up_is_synced(
     assert filled.session(2) == list(range(200))
 
 
-def test_a_manifest_whose_chunk_is_lost_gives_way_to_the_one_before(filled: StoreRig) -> None:
+def test_a_manifest_whose_chunk_is_lost_is_replaced_by_the_previous_one(filled: StoreRig) -> None:
     filled.append(1, range(100), Durability.SYNCED)
     filled.append(1, range(100, 140))
     assert filled.disk is not None
@@ -339,14 +339,14 @@ def test_a_step_without_room_is_no_space_and_leaves_no_trace(filled: StoreRig, l
     assert filled.session(1) == list(range(100))
 
 
-def test_a_block_that_is_stored_is_stored_once(filled: StoreRig) -> None:
+def test_a_stored_block_is_stored_once(filled: StoreRig) -> None:
     free = filled.store.statistics().free_bytes
     assert filled.put(5, b"x5").error is None
     assert filled.store.statistics().free_bytes == free
 
 
-def test_a_put_waits_for_space_that_the_sync_under_way_will_free(filled: StoreRig) -> None:
-    """A session's old records come free with a sync; it is not over because that has begun."""
+def test_a_put_waits_for_space_that_the_sync_in_progress_will_free(filled: StoreRig) -> None:
+    """A session's old records are freed by a sync; the wait is not over because it has begun."""
     filled.append(0, [1, 2])
     filled.append(0, [3])
     drive = filled.drive

@@ -63,7 +63,7 @@ def test_work_is_done_in_turns_a_slice_each() -> None:
     slices.step()
 
 
-def test_a_session_is_seen_whole_or_not_at_all_and_is_told_of_when_all_slices_are_done(
+def test_a_session_is_visible_completely_or_not_at_all_and_reported_once_all_slices_are_done(
     filled: StoreRig,
 ) -> None:
     filled.append(1, range(BLOCKS))
@@ -98,7 +98,7 @@ def test_a_second_step_of_a_session_waits_for_all_slices_of_the_first(filled: St
     assert filled.session(1) == list(range(5))
 
 
-def test_a_block_that_a_session_names_meanwhile_is_not_deleted_with_another(filled: StoreRig) -> None:
+def test_a_block_named_meanwhile_is_not_deleted_with_another_session(filled: StoreRig) -> None:
     filled.append(1, range(BLOCKS))
     removal = filled.start_step(1, SessionStep.REMOVE, delete_blocks=True)
     assert filled.session(1) is None
@@ -115,7 +115,7 @@ def test_an_append_with_one_unknown_block_among_many_leaves_nothing(filled: Stor
     assert filled.session(1) is None
 
 
-def test_a_close_does_what_slices_are_left(filled: StoreRig) -> None:
+def test_a_close_finishes_the_remaining_slices(filled: StoreRig) -> None:
     filled.append(1, range(BLOCKS // 2))
     filled.append(2, range(BLOCKS // 2, BLOCKS))
     fork = filled.start_step(3, SessionStep.FORK, blocks=BLOCKS // 2, source=1)
@@ -157,7 +157,7 @@ def check_counts(rig: StoreRig) -> None:
 
 @pytest.mark.parametrize("what", STEPS)
 @pytest.mark.parametrize("polls", [0, 1, 3, 8, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 50, 60, 90])
-def test_a_crash_between_two_slices_leaves_a_session_whole_and_nothing_owed(
+def test_a_crash_between_two_slices_leaves_a_complete_session_and_no_pending_work(
     filled: StoreRig, what: str, polls: int
 ) -> None:
     step, keys, blocks = STEPS[what]
@@ -187,7 +187,7 @@ def test_a_crash_between_two_slices_leaves_a_session_whole_and_nothing_owed(
 
 
 def test_no_transaction_of_a_long_step_is_long(filled: StoreRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each holds everybody up; what is counted in one are a slice's chunks, and the tails."""
+    """Each delays everything else; a transaction counts a slice's chunks, and the tails."""
     index, change = filled.drive._index, filled.drive._index.write
     counted, most = [0], [0]
 
@@ -215,7 +215,7 @@ def test_no_transaction_of_a_long_step_is_long(filled: StoreRig, monkeypatch: py
     check_counts(filled)
 
 
-def test_a_fork_of_what_is_removed_meanwhile_gives_back_what_it_has_counted(filled: StoreRig) -> None:
+def test_a_fork_of_a_session_removed_meanwhile_reverts_its_counts(filled: StoreRig) -> None:
     filled.append(1, long_keys(0))
     fork = filled.start_step(2, SessionStep.FORK, blocks=6 * SESSION_CHUNK_BLOCKS, source=1)
     source = filled.drive.manifests.get(SessionName(TENANT, USER, name(1)))
@@ -231,7 +231,7 @@ def test_a_fork_of_what_is_removed_meanwhile_gives_back_what_it_has_counted(fill
     assert not filled.drive.keeping.space.coming
 
 
-def test_a_long_session_is_protected_and_given_free_in_slices(
+def test_a_long_session_is_protected_and_released_in_slices(
     filled: StoreRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.storage.eviction_events.SESSION_STEP_BLOCKS", SLICE)
@@ -262,7 +262,7 @@ def test_a_long_session_is_protected_and_given_free_in_slices(
     assert sum(rows) == BLOCKS + (BLOCKS - 35) + 85 + 80 + BLOCKS
 
 
-def test_of_sessions_that_end_together_a_few_go_at_a_time(filled: StoreRig) -> None:
+def test_of_sessions_that_end_together_a_few_are_removed_at_a_time(filled: StoreRig) -> None:
     for number in range(1, 21):
         filled.append(number, [number], expires_ms=filled.clock.now_ms + 1000)
     filled.clock.now_ms += 2000

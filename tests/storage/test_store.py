@@ -38,7 +38,7 @@ def reason(rig: StoreRig, number: int, **more: object) -> MissReason | None:
 
 
 @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 32768, 60000])
-def test_a_put_block_can_be_got(fake: StoreRig, length: int) -> None:
+def test_a_put_block_can_be_fetched(fake: StoreRig, length: int) -> None:
     payload = random.Random(length).randbytes(length)
     assert fake.put(1, payload).error is None
     done, got = fake.get(1, length=length)
@@ -59,7 +59,7 @@ def test_a_real_drive_keeps_blocks_over_a_clean_close_without_a_rebuild(real: St
     assert all(real.get(number)[1] == payload for number, payload in payloads.items())
 
 
-def test_a_put_answers_with_the_durability_that_was_asked_for(fake: StoreRig) -> None:
+def test_a_put_returns_the_requested_durability(fake: StoreRig) -> None:
     assert fake.put(1, b"a", Durability.WRITTEN).durability is Durability.WRITTEN
     assert fake.put(2, b"b", Durability.SYNCED).durability is Durability.SYNCED
     assert fake.put(3, b"c", Durability.LANDED).durability is Durability.WRITTEN
@@ -94,7 +94,7 @@ def test_a_block_too_long_for_the_slot_is_a_length_miss_and_the_slot_is_not_writ
     assert ctypes.string_at(address, 65536) == b"\xee" * 65536
 
 
-def test_a_block_expires_at_its_moment_and_its_name_can_be_written_anew(fake: StoreRig) -> None:
+def test_a_block_expires_on_time_and_its_name_can_be_written_again(fake: StoreRig) -> None:
     fake.put(1, b"short-lived", expires_ms=fake.clock.now_ms + 10)
     fake.clock.now_ms += 9
     assert fake.get(1)[1] == b"short-lived"
@@ -106,7 +106,7 @@ def test_a_block_expires_at_its_moment_and_its_name_can_be_written_anew(fake: St
     assert fake.store.statistics().free_bytes == free, "the old extent came back"
 
 
-def test_an_extent_that_is_read_from_is_not_given_out_before_the_read_ends(fake: StoreRig) -> None:
+def test_an_extent_being_read_is_not_reallocated_before_the_read_ends(fake: StoreRig) -> None:
     assert fake.disk is not None
     fake.put(1, b"old" * 1000, expires_ms=fake.clock.now_ms + 10)
     old_offset, _ = fake.record_at(1)
@@ -135,7 +135,7 @@ def test_a_length_out_of_bounds_is_refused(fake: StoreRig, length: int) -> None:
     assert reason(fake, 1) is MissReason.UNKNOWN
 
 
-def test_a_drive_full_of_what_is_protected_is_no_space_and_goes_on_serving(fake: StoreRig) -> None:
+def test_a_drive_full_of_protected_blocks_is_no_space_and_continues_to_serve(fake: StoreRig) -> None:
     payload = bytes(range(256)) * 200
     blocks = fake.store.statistics().free_bytes // record_bytes(len(payload))
     for number in range(blocks):
@@ -149,7 +149,7 @@ def test_a_drive_full_of_what_is_protected_is_no_space_and_goes_on_serving(fake:
     assert fake.put(blocks + 1, b"small").error is None, "what still fits is taken"
 
 
-def test_a_second_put_of_a_key_is_reported_only_with_the_first_and_told_if_its_bytes_differ(
+def test_a_second_put_of_a_key_is_reported_with_the_first_and_fails_if_its_bytes_differ(
     fake: StoreRig,
 ) -> None:
     assert fake.disk is not None
@@ -173,7 +173,7 @@ def test_a_second_put_of_a_key_is_reported_only_with_the_first_and_told_if_its_b
     assert fake.get(1)[1] == b"the first"
 
 
-def test_a_second_put_that_wants_synced_waits_for_a_sync(fake: StoreRig) -> None:
+def test_a_second_put_that_requests_synced_waits_for_a_sync(fake: StoreRig) -> None:
     fake.put(1, b"payload", Durability.WRITTEN)
     syncs = fake.store.statistics().syncs
     fake.put(1, b"payload", Durability.SYNCED)
@@ -188,7 +188,7 @@ def test_a_stored_key_with_another_length_or_layout_is_not_acknowledged(fake: St
     assert fake.put(1, b"payload", fingerprint=b"another--layout!").error is not None
 
 
-def test_one_sync_stands_for_many_puts(fake: StoreRig) -> None:
+def test_one_sync_covers_many_puts(fake: StoreRig) -> None:
     for number in range(30):
         fake.start_put(number, b"x", Durability.SYNCED)
     fake.settle()
@@ -228,7 +228,7 @@ def test_the_bytes_in_flight_are_capped_and_two_large_reads_still_overlap(tmp_pa
     rig.store.close()
 
 
-def test_more_than_the_queue_takes_is_refused_whole(fake: StoreRig) -> None:
+def test_more_than_the_queue_takes_is_refused_as_a_whole(fake: StoreRig) -> None:
     address = fake.slots.free[0]
     item = PutItem(TENANT, key(0), FINGERPRINT, 0, 0, address, 0, Durability.WRITTEN, 0)  # refused one by one
     batch = [item] * BATCH_BLOCKS_MAX
@@ -250,7 +250,7 @@ def test_more_than_the_queue_takes_is_refused_whole(fake: StoreRig) -> None:
     assert reasons.count(MissReason.UNKNOWN) == STORE_QUEUED_MAX
 
 
-def test_callbacks_are_called_from_poll_only_and_may_call_the_store(fake: StoreRig) -> None:
+def test_callbacks_are_called_only_from_poll_and_may_call_the_store(fake: StoreRig) -> None:
     calls: list[str] = []
 
     def after_get(_: object) -> None:
@@ -269,7 +269,7 @@ def test_callbacks_are_called_from_poll_only_and_may_call_the_store(fake: StoreR
     assert calls == ["put", "asked", "got"]
 
 
-def test_close_finishes_what_was_accepted_and_takes_no_more(fake: StoreRig) -> None:
+def test_close_finishes_accepted_work_and_accepts_no_more(fake: StoreRig) -> None:
     for number in range(20):
         fake.start_put(number, b"x" * 5000, Durability.SYNCED)
     fake.store.close()
@@ -285,7 +285,7 @@ def test_statistics_are_plain_values(fake: StoreRig) -> None:
     assert statistics["takes_puts"] is True
 
 
-def test_close_does_not_wait_for_what_an_exception_has_lost(
+def test_close_does_not_wait_for_work_lost_to_an_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = StoreRig(tmp_path / "data", FakeDisk())

@@ -80,7 +80,7 @@ def is_superblock(page: bytes) -> bool:
 
 
 @pytest.mark.parametrize("rolled", [False, True])
-def test_a_stranger_reads_what_the_store_wrote(real: StoreRig, *, rolled: bool) -> None:
+def test_a_stranger_reads_the_stores_records(real: StoreRig, *, rolled: bool) -> None:
     rng = random.Random(1)
     expected = {}
     for number in range(50):

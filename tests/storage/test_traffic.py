@@ -87,7 +87,7 @@ def test_turns_are_of_bytes_and_a_tenant_of_small_blocks_gets_as_many_as_one_of_
     assert abs(sizes[EVIL] - sizes[GOOD]) <= 10 * TURN_BYTES
 
 
-def test_work_of_one_tenant_is_done_in_its_order_and_what_is_first_is_first() -> None:
+def test_work_of_one_tenant_is_done_in_order() -> None:
     drive = Drive()
     for tenant in (EVIL, GOOD, OURS):
         drive.add(tenant, 100)

@@ -110,7 +110,7 @@ def test_the_rest_of_a_turn_joins_it(filled: StoreRig) -> None:
     assert turns(filled, 1) == [(0, 260, 1), (20, 1, 3)], "a turn has a block"
 
 
-def test_an_append_that_comes_twice_is_done_once(filled: StoreRig) -> None:
+def test_a_repeated_append_is_executed_once(filled: StoreRig) -> None:
     first = filled.append(1, range(200), first_block=0, tokens=7, at_ms=1)
     before = filled.store.manifests.get(SessionName(TENANT, USER, name(1)))
     again = filled.append(1, range(200), first_block=0, tokens=7, at_ms=2, durability=Durability.SYNCED)
@@ -135,7 +135,7 @@ def test_an_append_elsewhere_than_at_the_end_is_refused(
     assert filled.session(1) == [0, 1, 2]
 
 
-def test_two_at_once_do_not_both_append(filled: StoreRig) -> None:
+def test_two_concurrent_appends_do_not_both_succeed(filled: StoreRig) -> None:
     tags = [filled.start_step(1, SessionStep.APPEND, keys=[number], first_block=0) for number in (1, 2)]
     filled.settle()
     first, second = (filled.session_done[tag].error for tag in tags)
@@ -157,7 +157,7 @@ def test_turns_and_their_tokens_are_bounded(filled: StoreRig) -> None:
     assert len(turns(filled, 1)) == SESSION_TURNS_MAX
 
 
-def test_a_step_of_a_session_that_is_not_there_says_so(filled: StoreRig) -> None:
+def test_a_step_of_a_missing_session_says_so(filled: StoreRig) -> None:
     assert isinstance(filled.truncate(9, 0).error, NoSession)
     assert isinstance(filled.fork(2, 9, 0).error, NoSession)
     assert isinstance(filled.append(9, [1], first_block=1).error, SessionRefused)

@@ -55,7 +55,7 @@ def results(disk: UringDisk, count: int) -> dict[int, int]:
     return done
 
 
-def test_memory_is_written_and_read_back(disk: UringDisk, memory: Memory) -> None:
+def test_written_bytes_are_read_back(disk: UringDisk, memory: Memory) -> None:
     area, address = memory
     area[: 3 * PAGE_BYTES] = os.urandom(3 * PAGE_BYTES)
     assert disk.submit([DiskOp(DiskOpKind.WRITE, address, 3 * PAGE_BYTES, PAGE_BYTES, 2**63 + 5)]) == 1
@@ -76,7 +76,7 @@ def test_no_more_is_accepted_than_the_queue_takes(disk: UringDisk, memory: Memor
     assert disk.submit(ops[4:]) == 4
 
 
-def test_a_transfer_that_the_end_of_the_file_cuts_short_is_an_error(
+def test_a_transfer_cut_short_by_the_end_of_the_file_is_an_error(
     disk: UringDisk, path: Path, memory: Memory
 ) -> None:
     os.truncate(path, 6 * PAGE_BYTES)
@@ -95,7 +95,7 @@ def test_an_errno_of_the_kernel_is_the_result(disk: UringDisk, memory: Memory) -
     assert results(disk, 1) == {2: -errno.EFAULT}
 
 
-def test_close_waits_for_what_is_in_flight(path: Path, memory: Memory) -> None:
+def test_close_waits_for_operations_in_flight(path: Path, memory: Memory) -> None:
     area, address = memory
     area[:] = b"\x77" * MIB
     disk = UringDisk(path)
@@ -105,7 +105,7 @@ def test_close_waits_for_what_is_in_flight(path: Path, memory: Memory) -> None:
     assert path.read_bytes() == b"\x77" * MIB
 
 
-def test_holes_are_no_data(tmp_path: Path) -> None:
+def test_holes_contain_no_data(tmp_path: Path) -> None:
     file = tmp_path / "holes"
     with file.open("wb") as handle:
         handle.truncate(MIB)
@@ -117,7 +117,7 @@ def test_holes_are_no_data(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_long_blocking_transfers_go_in_parts(tmp_path: Path) -> None:
+def test_long_blocking_transfers_are_made_in_parts(tmp_path: Path) -> None:
     file = tmp_path / "drive"
     file.write_bytes(bytes(4 * MIB))
     disk = UringDisk(file)

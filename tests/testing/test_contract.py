@@ -258,7 +258,7 @@ SCENARIOS = (
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
-def test_all_have_the_same_results(nodes: list[AnyNode], scenario: Callable[[Bench], Told]) -> None:
+def test_all_nodes_give_the_same_results(nodes: list[AnyNode], scenario: Callable[[Bench], Told]) -> None:
     memory, process = nodes
     told: Told = []
     for node, more, transport in (
@@ -285,7 +285,7 @@ def test_a_full_drive_evicts_the_same_blocks() -> None:
     assert told[0][0][0].startswith("MISS(evicted)")
 
 
-def test_blocks_are_there_after_a_restart_and_a_stopped_node_is_a_miss() -> None:
+def test_blocks_are_found_after_a_restart_and_a_stopped_node_is_a_miss() -> None:
     told: Told = []
     for kind in (MemoryNode, LocalNode):
         with kind() as node, node.client(get_timeout_ms=2_000) as client:

@@ -23,7 +23,7 @@ pytest_plugins = ["kvstore.testing.fixtures"]
 KEY = block_key(b"testing")
 
 
-def test_a_client_of_the_fixture_is_a_tenant_of_its_own(
+def test_a_client_of_the_fixture_has_its_own_tenant(
     kv_process_node: LocalNode, kv_process_client: Client
 ) -> None:
     kv_process_client.put_inline(KEY, b"KV")
@@ -32,7 +32,7 @@ def test_a_client_of_the_fixture_is_a_tenant_of_its_own(
         assert not isinstance(other.get_inline(KEY, 2), bytes)
 
 
-def test_nothing_is_left_of_a_node_that_is_closed() -> None:
+def test_a_closed_node_leaves_nothing_behind() -> None:
     with LocalNode() as node:
         folder, pid = Path(node._folder.name), node._process.pid
         assert (folder / "node").is_dir()
@@ -61,7 +61,7 @@ def test_an_interrupted_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch,
     assert not Path(f"/proc/{started[0]}").exists()
 
 
-def test_a_users_test_takes_the_fixtures(tmp_path: Path) -> None:
+def test_users_tests_can_use_the_fixtures(tmp_path: Path) -> None:
     test = tmp_path / "test_mine.py"
     test.write_text(
         'pytest_plugins = ["kvstore.testing.fixtures"]\n'

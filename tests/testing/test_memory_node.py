@@ -31,7 +31,7 @@ KEY = block_key(b"memory")
 MIB = 1 << 20
 
 
-def test_a_client_of_the_fixture_is_a_tenant_of_its_own(kv_node: MemoryNode, kv_client: Client) -> None:
+def test_a_client_of_the_fixture_has_its_own_tenant(kv_node: MemoryNode, kv_client: Client) -> None:
     kv_client.put_inline(KEY, b"KV")
     assert kv_client.get_inline(KEY, 2) == b"KV"
     with kv_node.client(tenant="another") as other:
@@ -62,7 +62,7 @@ def test_it_needs_no_libfabric_and_ends_with_its_process() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_nothing_is_left_of_a_node_that_is_closed() -> None:
+def test_a_closed_node_leaves_nothing_behind() -> None:
     with MemoryNode() as first, first.client() as client:
         client.put_inline(KEY, b"KV")  # what is opened once in a process is open now
     threads, open_files = threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
@@ -93,7 +93,7 @@ def test_a_node_that_does_not_start_says_why_and_leaves_nothing() -> None:
     assert set(Path(tempfile.gettempdir()).glob("triggerkv-*")) <= before
 
 
-def test_two_nodes_in_one_process_are_two() -> None:
+def test_two_nodes_in_one_process_are_separate() -> None:
     with MemoryNode() as one, MemoryNode() as other, one.client() as client, other.client() as stranger:
         kv, theirs = client.register(bytearray(4096)), stranger.register(bytearray(4096))
         client.put([Block(KEY, kv, 0, 4096)])
@@ -101,7 +101,7 @@ def test_two_nodes_in_one_process_are_two() -> None:
         assert not isinstance(stranger.get([Block(KEY, theirs, 0, 4096)])[0], Hit)
 
 
-def test_a_client_of_asyncio_is_served_too() -> None:
+def test_an_asyncio_client_is_served_too() -> None:
     async def talk(target: str) -> object:
         async with AsyncClient(target, transport="memory", slots=4) as client:
             kv = await client.register(bytearray(4096))
@@ -112,7 +112,7 @@ def test_a_client_of_asyncio_is_served_too() -> None:
         assert isinstance(asyncio.run(talk(node.target)), Hit)
 
 
-def test_a_client_in_another_process_is_told_that_it_can_not_use_the_fabric() -> None:
+def test_a_client_in_another_process_is_told_that_it_cannot_use_the_fabric() -> None:
     code = (
         "import sys\n"
         "from kvstore import Block, Client, KvError\n"
@@ -136,7 +136,7 @@ def test_a_client_in_another_process_is_told_that_it_can_not_use_the_fabric() ->
     assert done.stdout == "b'KV'\nThe provider memory reaches fabrics of its own process only.\n"
 
 
-def test_a_drive_in_memory_keeps_to_the_seam() -> None:
+def test_a_drive_in_memory_conforms_to_the_disk_interface() -> None:
     disk = MemoryDisk(16 * MIB)
     memory = set_aside(4 * PAGE_BYTES)
     at = address_of(memory)

@@ -42,39 +42,39 @@ def test_more_durable_is_a_higher_code_and_failures_are_above_all_of_them() -> N
     assert min(failures) > max(Durability)  # so that a watch for any durability ends at a failure
 
 
-def test_the_protos_durabilities_are_ours() -> None:
+def test_the_protos_durabilities_match_ours() -> None:
     assert [(durability.name, int(durability)) for durability in Durability] == [
         (name.removeprefix("DURABILITY_"), number) for name, number in pb.Durability.items() if number
     ]
 
 
 @pytest.mark.parametrize("reason", list(MissReason))
-def test_a_miss_travels_with_its_reason(reason: MissReason) -> None:
+def test_a_miss_is_encoded_with_its_reason(reason: MissReason) -> None:
     miss = miss_of_code(code_of_miss(reason))
     assert miss is not None
     assert miss.reason is reason
     assert code_of_miss(reason) not in list(AckCode)
 
 
-def test_served_is_no_miss() -> None:
+def test_served_is_not_a_miss() -> None:
     assert miss_of_code(AckCode.SERVED) is None
 
 
 @pytest.mark.parametrize("error", [NoSpace, ReadOnly, Expired, BeingErased, QuotaExceeded, StorageError])
-def test_a_failed_put_travels_as_its_error(error: type[KvError]) -> None:
+def test_a_failed_put_is_encoded_as_its_error(error: type[KvError]) -> None:
     travelled = error_of_code(code_of_error(error("x")), KEY)
     assert type(travelled) is error
     assert "code" not in str(travelled)
 
 
-def test_a_taken_key_is_named_with_what_to_do() -> None:
+def test_a_taken_key_is_reported_with_what_to_do() -> None:
     taken = error_of_code(AckCode.KEY_TAKEN, KEY)
     assert type(taken) is KeyTaken
     assert str(taken).startswith(f"The key {KEY.hex()} already has a block")
     assert str(taken).endswith("put this one under another key, or delete that one.")
 
 
-def test_a_durable_put_is_no_error_and_an_unknown_one_is() -> None:
+def test_a_durable_put_is_no_error_and_an_unknown_code_is_one() -> None:
     assert all(error_of_code(durability, KEY) is None for durability in Durability)
     assert isinstance(error_of_code(AckCode.LEASE_EXPIRED, KEY), LeaseExpired)
     assert isinstance(error_of_code(0x7E, KEY), StorageError)  # of a newer node's

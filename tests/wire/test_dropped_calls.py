@@ -31,7 +31,7 @@ class Dropper(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
 
-def test_a_dropped_call_is_not_looked_at_and_ends_with_its_connection() -> None:
+def test_a_dropped_call_is_not_processed_and_ends_with_its_connection() -> None:
     async def serve() -> None:
         drop_calls()
         drop_calls()  # once is enough
@@ -69,7 +69,7 @@ def test_a_dropped_call_is_not_looked_at_and_ends_with_its_connection() -> None:
 
 
 def test_the_traceback_of_an_error_keeps_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor what the call was to send, which may be megabytes until the next garbage collection."""
+    """Nor the bytes it was to send, which may be megabytes until the next garbage collection."""
 
     class Call:
         """gRPC's own can't be made here."""

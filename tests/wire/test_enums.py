@@ -27,13 +27,13 @@ def named(code: str) -> str:
 CODES = [(name, number) for name, number in pb.ErrorCode.items() if number]
 
 
-def test_the_reasons_of_misses_are_ours() -> None:
+def test_miss_reasons_match_ours() -> None:
     told = {name.removeprefix("MISS_REASON_"): number for name, number in pb.MissReason.items() if number}
     assert told == {reason.name: reason.value for reason in MissReason}
 
 
 @pytest.mark.parametrize(("code", "number"), CODES)
-def test_a_code_is_an_errors_own(code: str, number: int) -> None:
+def test_each_code_belongs_to_one_error(code: str, number: int) -> None:
     kind = getattr(errors, named(code))
     error = kind("One sentence.")
     assert code_of(error) == number
@@ -47,7 +47,7 @@ def test_an_error_without_a_code_has_that_of_its_kind_or_none() -> None:
     assert code_of(KvError("Something.")) == pb.ERROR_CODE_UNSPECIFIED
 
 
-def test_a_number_of_a_newer_node_is_read() -> None:
+def test_an_unknown_number_of_a_newer_node_is_accepted() -> None:
     assert pb.GetMiss.FromString(b"\x08\x63").reason == 99
     assert MissReason(pb.GetMiss.FromString(b"\x08\x63").reason) is MissReason.UNKNOWN
 
@@ -55,7 +55,7 @@ def test_a_number_of_a_newer_node_is_read() -> None:
 @pytest.mark.parametrize(
     "text", [re.sub(r"\n// ", " ", PROTO), re.sub(r"\s+", " ", PAGE)], ids=["proto", "page"]
 )
-def test_the_limits_that_are_said_are_those_that_hold(text: str) -> None:
+def test_the_documented_limits_are_the_actual_ones(text: str) -> None:
     mib = 1 << 20
     assert f"A key has {limits.KEY_BYTES} bytes" in text
     assert f"to {limits.BLOCK_BYTES_MAX // mib} MiB" in text

@@ -75,14 +75,14 @@ def packed(call: Call, rows: list[FetchRow]) -> bytes:
 
 
 @given(CALLS, FETCHES)
-def test_a_fetch_comes_out_as_it_went_in(call: Call, rows: list[FetchRow]) -> None:
+def test_a_fetch_is_decoded_as_encoded(call: Call, rows: list[FetchRow]) -> None:
     data = packed(call, rows)
     assert length_said(data[:8]) == len(data)
     assert read_call(data, call.generation) == (call, Rows(fetch=rows))
 
 
 @given(CALLS, PARTS)
-def test_a_fetch_of_parts_comes_out_as_it_went_in(call: Call, rows: list[FetchRow]) -> None:
+def test_a_fetch_of_parts_is_decoded_as_encoded(call: Call, rows: list[FetchRow]) -> None:
     call = replace(call, kind=CallKind.FETCH_PARTS)
     data = call_bytes(call, len(rows), rows_of_parts(rows))
     assert data is not None
@@ -94,7 +94,7 @@ def test_a_fetch_of_parts_comes_out_as_it_went_in(call: Call, rows: list[FetchRo
             )
 
 
-def test_a_reserve_comes_out_as_it_went_in() -> None:
+def test_a_reserve_is_decoded_as_encoded() -> None:
     call = Call(9, CallKind.RESERVE, 1, b"f" * 16, (), 0, 3, 30_000, 1 << 40)
     rows = [ReserveRow(bytes([number]) * 32, number, number + 1) for number in range(5)]
     data = call_bytes(call, 5, rows_of_reserve(rows))
@@ -102,7 +102,7 @@ def test_a_reserve_comes_out_as_it_went_in() -> None:
     assert read_call(data, 9) == (call, Rows(reserve=rows))
 
 
-def test_the_largest_batch_has_a_place_and_more_is_said_to_have_none() -> None:
+def test_the_largest_batch_fits_and_a_larger_one_is_refused() -> None:
     rows = ROWS * BATCH_BLOCKS_MAX
     assert len(packed(CALL, rows)) <= FABRIC_CALL_BYTES
     assert (
@@ -116,7 +116,7 @@ def test_the_largest_batch_has_a_place_and_more_is_said_to_have_none() -> None:
 
 
 @pytest.mark.parametrize("at", [*range(0, 140, 3), -1])
-def test_a_spoilt_byte_is_seen(at: int) -> None:
+def test_a_corrupt_byte_is_detected(at: int) -> None:
     data = bytearray(packed(CALL, ROWS))
     data[at] ^= 0x10
     with pytest.raises(ProtocolError):
@@ -138,7 +138,7 @@ def summed(data: bytes) -> bytes:
     [(8, "<Q", 8), (16, "<B", 3), (20, "<I", 8), (20, "<I", 1 << 31), (24, "<I", 0), (24, "<I", 2)],
     ids=["generation", "kind", "metadata", "much metadata", "no blocks", "more blocks"],
 )
-def test_a_contradictory_record_is_refused_though_its_checksum_is_right(
+def test_an_inconsistent_record_is_refused_even_with_a_valid_checksum(
     offset: int, form: str, value: int
 ) -> None:
     data = bytearray(packed(CALL, ROWS))
@@ -147,14 +147,14 @@ def test_a_contradictory_record_is_refused_though_its_checksum_is_right(
         read_call(summed(bytes(data)), 7)
 
 
-def test_metadata_that_runs_over_its_end_is_refused() -> None:
+def test_metadata_beyond_its_end_is_refused() -> None:
     data = bytearray(packed(CALL, ROWS))
     struct.pack_into("<H", data, 65, 60_000)
     with pytest.raises(ProtocolError, match="truncated"):
         read_call(summed(bytes(data)), 7)
 
 
-def test_an_error_comes_out_as_it_went_in() -> None:
+def test_an_error_is_decoded_as_encoded() -> None:
     for error in (QuotaExceeded("Nothing may go."), ProtocolError("Ä sentence.")):
         with pytest.raises(type(error), match=str(error)):
             leases_of(error_bytes(7, error), 7)
@@ -180,7 +180,7 @@ def test_an_answer_that_ends_in_the_middle_of_a_lease_is_refused(left_out: int) 
 
 
 @given(st.binary(min_size=48, max_size=400))
-def test_data_with_a_right_checksum_is_a_call_or_is_refused(rest: bytes) -> None:
+def test_data_with_a_valid_checksum_is_a_call_or_refused(rest: bytes) -> None:
     data = summed(struct.pack("<IIQ", 0, 16 + len(rest), 7) + rest)
     with suppress(KvError):
         read_call(data, 7)
@@ -193,7 +193,7 @@ def test_data_with_a_right_checksum_is_a_call_or_is_refused(rest: bytes) -> None
 KEYS_OF_A_PREFIX = [bytes([number]) * 32 for number in range(5)]
 
 
-def test_a_prefix_comes_out_as_it_went_in() -> None:
+def test_a_prefix_is_decoded_as_encoded() -> None:
     call = replace(CALL, kind=CallKind.PREFIX)
     data = call_bytes(call, len(KEYS_OF_A_PREFIX), b"".join(KEYS_OF_A_PREFIX))
     assert data is not None
@@ -201,7 +201,7 @@ def test_a_prefix_comes_out_as_it_went_in() -> None:
 
 
 @pytest.mark.parametrize("miss", [None, Miss(MissReason.UNKNOWN, "it was deleted"), Miss(MissReason.LAYOUT)])
-def test_the_outcome_of_a_prefix_comes_out_as_it_went_in(miss: Miss | None) -> None:
+def test_the_outcome_of_a_prefix_is_decoded_as_encoded(miss: Miss | None) -> None:
     assert count_of(count_bytes(7, 1024, miss), 7) == (1024, miss)
     with pytest.raises(ProtocolError, match="does not belong to this call"):
         count_of(count_bytes(7, 1024, miss), 8)

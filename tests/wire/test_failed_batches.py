@@ -41,8 +41,8 @@ async def be_cancelled_while_refusing(context: Any) -> None:
 
 
 @pytest.mark.parametrize("refuses", [refuse_a_call_that_was_reset, be_cancelled_while_refusing])
-def test_refusals_that_do_not_arrive_leave_no_memory(refuses: Callable[[Any], Any]) -> None:
-    """In a server as a node has it. Without `free_failed_batches` each would stay for ever."""
+def test_undelivered_refusals_leak_no_memory(refuses: Callable[[Any], Any]) -> None:
+    """In a server like a node's. Without `free_failed_batches` each would stay forever."""
 
     async def serve() -> int:
         free_failed_batches()

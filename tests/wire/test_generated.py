@@ -14,5 +14,5 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_stubs_are_generated_from_the_present_proto_files(name: str) -> None:
+def test_the_stubs_are_generated_from_the_current_proto_files(name: str) -> None:
     assert (WIRE / name).read_text().startswith(digest_line()), "run `make proto`"

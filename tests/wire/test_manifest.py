@@ -32,7 +32,7 @@ USER, SESSION, KEY = b"\x44" * 16, b"\x55" * 16, b"\x11" * 32
 KEYS = st.binary(min_size=32, max_size=32)
 
 
-def test_keys_and_payload_are_the_golden_ones() -> None:
+def test_keys_and_payload_match_the_golden_ones() -> None:
     *_, key, payload, chunk, own_chunk = golden()
     assert session_key(USER, SESSION) == key
     turn = Turn(0, 16, 1_700_000_000_000)
@@ -43,7 +43,7 @@ def test_keys_and_payload_are_the_golden_ones() -> None:
     assert pack_manifest(ending) == payload + bytes.fromhex("0068e5cf8b010000")
 
 
-def test_an_end_that_is_never_is_not_written() -> None:
+def test_an_expiry_of_never_is_not_written() -> None:
     payload = pack_manifest(Manifest(USER, SESSION, (), (KEY,), (Turn(0, 1, 1),)))
     assert parse_manifest(payload) is not None
     assert parse_manifest(payload + bytes(8)) is None
@@ -67,7 +67,7 @@ def turns_of(draw: st.DrawFn, blocks: int) -> tuple[Turn, ...]:
     st.integers(0, 2**64 - 1),
     st.data(),
 )
-def test_every_manifest_comes_back(
+def test_every_manifest_round_trips(
     chunks: list[bytes], tail: list[bytes], label: bytes, expires_ms: int, data: st.DataObject
 ) -> None:
     blocks = len(chunks) * SESSION_CHUNK_BLOCKS + len(tail)
@@ -100,7 +100,7 @@ def payload_of(counts: tuple[int, int, int, int], keys: int, turns: list[tuple[i
         ),
     ],
 )
-def test_counts_that_cannot_be_are_no_manifest(
+def test_impossible_counts_are_not_a_manifest(
     counts: tuple[int, int, int, int], keys: int, turns: list[tuple[int, int, int]]
 ) -> None:
     assert parse_manifest(payload_of(counts, keys, turns)) is None
@@ -110,7 +110,7 @@ def test_counts_that_cannot_be_are_no_manifest(
     ("blocks", "firsts"),
     [(0, [0]), (1, []), (2, [1]), (2, [0, 0]), (3, [0, 2, 1]), (2, [0, 2]), (2, [0, 3]), (5, [0, 1, 1])],
 )
-def test_turns_with_a_gap_or_without_a_block_are_no_manifest(blocks: int, firsts: list[int]) -> None:
+def test_turns_with_a_gap_or_without_a_block_are_not_a_manifest(blocks: int, firsts: list[int]) -> None:
     turns = [(first, 16, 1) for first in firsts]
     assert parse_manifest(payload_of((0, blocks, len(firsts), 0), blocks, turns)) is None
 
@@ -127,7 +127,7 @@ def test_a_cut_takes_whole_turns_and_tokens_in_proportion() -> None:
 
 
 @given(st.integers(1, 60).flatmap(lambda blocks: st.tuples(st.just(blocks), turns_of(blocks))), st.data())
-def test_a_cut_is_a_manifests_and_never_has_more_tokens(
+def test_a_cut_is_a_valid_manifest_and_never_has_more_tokens(
     session: tuple[int, tuple[Turn, ...]], data: st.DataObject
 ) -> None:
     blocks, turns = session
@@ -144,13 +144,13 @@ def test_any_bytes_have_an_outcome(data: bytes) -> None:
     assert manifest is None or pack_manifest(manifest) == data
 
 
-def test_a_chunk_is_one_page_at_most_and_comes_apart_into_its_keys() -> None:
+def test_a_chunk_is_one_page_at_most_and_splits_into_its_keys() -> None:
     assert CHUNK_PAYLOAD_BYTES <= PAGE_BYTES
     assert split_keys(KEY + USER + SESSION) == (KEY, USER + SESSION)
 
 
-def test_the_turns_of_a_session_are_read_once() -> None:
-    """A step of a session of a thousand turns looks at its manifest several times."""
+def test_the_turns_of_a_session_are_parsed_once() -> None:
+    """A step of a session of a thousand turns uses its manifest several times."""
     turns = tuple(Turn(number, 16, 7) for number in range(SESSION_CHUNK_BLOCKS - 1))
     payload = pack_manifest(Manifest(b"u" * 16, b"s" * 16, (), (b"k" * 32,) * len(turns), turns))
     first, second = parse_manifest(payload), parse_manifest(bytes(bytearray(payload)))

@@ -23,14 +23,14 @@ NAMES = st.none() | st.builds(
 
 
 @given(st.lists(st.tuples(NUMBERS, CHUNKS)))
-def test_the_generated_class_reads_encoded_gets(parts: list[tuple[int, bytes]]) -> None:
+def test_the_generated_class_parses_encoded_gets(parts: list[tuple[int, bytes]]) -> None:
     encoded = encoded_get(parts)
     assert [(one.number, one.chunk) for one in pb.GetBatchResponse.FromString(encoded).parts] == parts
     assert [(one.number, bytes(one.chunk)) for one in got_parts(encoded)] == parts
 
 
 @given(st.text(max_size=20), st.integers(0, 3), st.integers(0, 2**64 - 1), st.lists(st.tuples(NAMES, CHUNKS)))
-def test_puts_are_read_alike(
+def test_both_parsers_read_puts_alike(
     tenant: str, durability: int, expires: int, parts: list[tuple[kvstore_pb2.BlockName | None, bytes]]
 ) -> None:
     head = pb.PutBatchRequest(tenant=tenant, durability=durability, expires_unix_ms=expires)  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ def test_puts_are_read_alike(
         assert read.named == sum(name is not None for name, _ in parts)
 
 
-def test_a_miss_is_read() -> None:
+def test_a_miss_is_parsed() -> None:
     miss = kvstore_pb2.GetMiss(reason=kvstore_pb2.MISS_REASON_LAYOUT, detail="why")
     message = pb.GetBatchResponse(parts=[pb.GetPart(number=300, miss=miss)]).SerializeToString()
     (part,) = got_parts(message)
@@ -61,7 +61,7 @@ def test_any_bytes_have_an_outcome(message: bytes) -> None:
 
 
 @given(st.lists(st.tuples(NAMES, CHUNKS), min_size=1), st.data())
-def test_a_cut_is_told_or_leaves_whole_parts(
+def test_a_truncation_is_reported_or_leaves_whole_parts(
     parts: list[tuple[kvstore_pb2.BlockName | None, bytes]], data: st.DataObject
 ) -> None:
     encoded = encoded_put(pb.PutBatchRequest(), parts)
@@ -73,7 +73,7 @@ def test_a_cut_is_told_or_leaves_whole_parts(
     assert [(name, bytes(chunk)) for name, chunk in read] == parts[: len(read)]
 
 
-def test_fields_of_newer_messages_are_passed_over() -> None:
+def test_fields_of_newer_messages_are_skipped() -> None:
     newer = b"\x78\x01" + b"\x7a\x02ab" + b"\x79" + bytes(8) + b"\x7d" + bytes(4)
     assert parse_put(newer + pb.PutBatchRequest(tenant="acme").SerializeToString()).tenant == "acme"
     for broken in (b"\x7b", b"\x0a\x05ab", b"\xff" * 11, b"\x22\x02\x08\x01\x0a\x01\xff", b"\x20\x01"):
@@ -81,7 +81,7 @@ def test_fields_of_newer_messages_are_passed_over() -> None:
             list(parse_put(broken).parts())
 
 
-def test_no_message_has_fields_without_end() -> None:
+def test_the_fields_of_a_message_are_bounded() -> None:
     """A message of 8 MiB may have four million: seconds of a node's thread."""
     many = b"\x22\x00" * BATCH_BLOCKS_MAX
     assert len(parse_put(many).unread) == BATCH_BLOCKS_MAX
@@ -94,12 +94,12 @@ def test_no_message_has_fields_without_end() -> None:
 
 
 @pytest.mark.parametrize("part", [b"", b"\x12\x00", b"\x12\x00\x0a\x00", b"\x0a\x00\x12\x00"])
-def test_a_name_counts_wherever_it_stands(part: bytes) -> None:
+def test_a_name_counts_wherever_it_is_in_the_message(part: bytes) -> None:
     read = parse_put(b"\x22" + bytes((len(part),)) + part)
     assert read.named == sum(name is not None for name, _ in read.parts())
 
 
-def test_parts_are_read_as_they_are_taken() -> None:
+def test_parts_are_parsed_as_they_are_taken() -> None:
     broken = b"\x22\x00" + b"\x22\x02\x12\x05"
     parts = parse_put(broken).parts()
     assert next(parts) == (None, memoryview(b""))

@@ -53,16 +53,16 @@ def landed() -> pb.FileDescriptorSet:
     return text_format.Parse(LANDED.read_text(), pb.FileDescriptorSet())
 
 
-def test_the_present_files_keep_the_rules() -> None:
+def test_the_current_files_follow_the_rules() -> None:
     assert list(flaws(PRESENT)) == []
 
 
-def test_a_landed_block_keeps_its_layout() -> None:
+def test_a_released_block_keeps_its_layout() -> None:
     assert len(landed().file) > 0
     assert list(breaks(landed(), PRESENT)) == []
 
 
-def test_all_that_is_here_is_written_down_as_landed() -> None:
+def test_all_current_definitions_are_recorded_as_released() -> None:
     assert list(breaks(PRESENT, landed())) == [], (
         "run `python -m tests.wire.test_proto`, and look at what it changes"
     )
@@ -121,7 +121,7 @@ def test_a_flaw_is_found(tmp_path: Path, old: str, new: str, why: str) -> None:
         ("DoResponse", "DoneResponse", "DoResponse: the message is gone"),
     ],
 )
-def test_a_change_of_what_has_landed_is_found(tmp_path: Path, old: str, new: str, why: str) -> None:
+def test_a_change_of_a_released_definition_is_found(tmp_path: Path, old: str, new: str, why: str) -> None:
     assert old in GOOD
     before = parsed(tmp_path / "old", GOOD)
     after = parsed(tmp_path / "new", GOOD.replace(old, new))

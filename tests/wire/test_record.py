@@ -51,20 +51,20 @@ def packed(header: Header, offset: int, codec: HeaderCodec = CODEC) -> bytes:
     return bytes(page[8:-8])
 
 
-def test_the_superblock_is_the_golden_one() -> None:
+def test_the_superblock_matches_the_golden_one() -> None:
     page = pack_superblock(SUPERBLOCK)
     assert page == golden()[0].ljust(PAGE_BYTES, b"\0")
     assert parse_superblock(page) == SUPERBLOCK
 
 
-def test_the_header_is_the_golden_one_with_a_tag_of_its_place() -> None:
+def test_the_header_matches_the_golden_one_with_a_tag_of_its_place() -> None:
     _, header, tag, *_ = golden()
     assert packed(HEADER, 16384) == header.ljust(PAGE_BYTES, b"\0")
     assert packed(HEADER, 20480)[104:120] == tag
     assert CODEC.parse(packed(HEADER, 16384), 0, 16384) == HEADER
 
 
-def test_a_header_is_found_where_it_stands_in_a_larger_buffer() -> None:
+def test_a_header_is_found_at_its_offset_in_a_larger_buffer() -> None:
     data = bytes(PAGE_BYTES) + packed(HEADER, 20480)
     assert CODEC.parse(data, PAGE_BYTES, 20480) == HEADER
     assert CODEC.parse(data, 0, 16384) is Flaw.MAGIC
@@ -109,11 +109,11 @@ def test_the_roll_has_a_bit_for_each_page_and_lies_between_superblocks_and_recor
         HEADER._replace(generation=GENERATION_MAX + 1),
     ],
 )
-def test_a_field_out_of_range_is_not_accepted_even_with_a_right_tag(bad: Header) -> None:
+def test_a_field_out_of_range_is_not_accepted_even_with_a_valid_tag(bad: Header) -> None:
     assert CODEC.parse(packed(bad, 8192), 0, 8192) is Flaw.RANGE
 
 
-def test_another_version_is_told_apart() -> None:
+def test_another_version_is_distinguished() -> None:
     page = bytearray(pack_superblock(SUPERBLOCK))
     assert foreign_version(bytes(page)) is None
     page[8] = 2
@@ -143,7 +143,7 @@ def test_a_record_is_whole_pages(length: int, pages: int) -> None:
     ),
     st.integers(2, 2**40),
 )
-def test_every_header_comes_back(header: Header, page: int) -> None:
+def test_every_header_round_trips(header: Header, page: int) -> None:
     assert CODEC.parse(packed(header, page * PAGE_BYTES), 0, page * PAGE_BYTES) == header
 
 

@@ -22,7 +22,7 @@ def keys(secret: bytes) -> dict[str, Any]:
     return given
 
 
-def test_each_direction_has_a_key_of_its_own() -> None:
+def test_each_direction_has_its_own_key() -> None:
     secret = bytes(range(16))
     to_node, to_client = (
         blake2b(b"", key=secret, person=person, digest_size=16).digest()
@@ -32,7 +32,7 @@ def test_each_direction_has_a_key_of_its_own() -> None:
     assert keys(secret) == {"node": (to_client, to_node), "client": (to_node, to_client, "words")}
 
 
-def test_no_two_connections_have_one_secret() -> None:
+def test_no_two_connections_share_a_secret() -> None:
     secrets = {Seal.fresh().told for _ in range(100)}
     assert len(secrets) == 100
     assert {len(one) for one in secrets} == {SECRET_BYTES}

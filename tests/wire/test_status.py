@@ -49,14 +49,14 @@ TREE = [getattr(errors, name) for name in errors.__all__]
 
 
 @pytest.mark.parametrize("kind", TREE)
-def test_an_error_comes_back_as_itself(kind: type[KvError]) -> None:
+def test_an_error_is_decoded_as_itself(kind: type[KvError]) -> None:
     error = kind("One sentence.")
     back = error_from_rpc("Doing", Failure(status_of(error), str(error), trailers_of(error)))
     assert type(back) is kind
     assert str(back) == "One sentence."
 
 
-def test_overload_comes_back_with_its_hint() -> None:
+def test_overload_is_decoded_with_its_hint() -> None:
     error = Overloaded("Full.", retry_after_ms=123)
     back = error_from_rpc("Doing", Failure(status_of(error), str(error), trailers_of(error)))
     assert isinstance(back, Overloaded)
@@ -80,7 +80,7 @@ def test_a_failure_without_our_name_is_judged_by_its_status(
     assert str(back).startswith("Doing ")
 
 
-def test_a_name_that_is_no_error_of_ours_is_not_believed() -> None:
+def test_an_unknown_error_name_is_not_accepted() -> None:
     back = error_from_rpc(
         "Doing", Failure(grpc.StatusCode.INTERNAL, "x", (("kvstore-error", "annotations"),))
     )

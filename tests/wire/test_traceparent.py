@@ -17,7 +17,7 @@ def said(value: str | bytes, times: int = 1) -> TraceParent | None:
     return parent_in([("x-request-id", "a"), *((TRACEPARENT_HEADER, value),) * times])
 
 
-def test_valid_input_is_read() -> None:
+def test_valid_input_is_parsed() -> None:
     assert said(GOOD) == TraceParent(int(TRACE, 16), int(SPAN, 16), sampled=True)
     assert said(f"00-{TRACE}-{SPAN}-00") == TraceParent(int(TRACE, 16), int(SPAN, 16), sampled=False)
     assert said(f"00-{TRACE}-{SPAN}-03") == said(GOOD)  # other flags are others' affair
@@ -51,7 +51,7 @@ def test_an_invalid_header_is_no_parent(value: str | bytes) -> None:
     assert said(value) is None
 
 
-def test_two_of_them_are_none() -> None:
+def test_two_headers_are_none() -> None:
     assert said(GOOD, times=2) is None
 
 
@@ -62,5 +62,5 @@ def test_written_data_is_read_back(trace_id: int, span_id: int, sampled: bool) -
 
 
 @given(st.text(max_size=80))
-def test_anything_else_is_survived(text: str) -> None:
+def test_any_other_input_is_survived(text: str) -> None:
     assert said(text) is None or text[:2] != "ff"

@@ -46,7 +46,7 @@ def test_each_table_has_no_gap() -> None:
         assert [at for _, at, _ in table] == [sum(sizes[:i]) for i in range(len(table))]
 
 
-def test_the_head_of_a_put_is_as_the_page_says() -> None:
+def test_the_header_of_a_put_is_as_the_page_says() -> None:
     head, *_ = tables()
     struct_type = ffi.typeof("struct tk_put_head")
     fields = dict(struct_type.fields)

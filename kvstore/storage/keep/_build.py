@@ -21,7 +21,7 @@ _PARTS = (
     "blocks_load",
     "chains",
     "core",
-    "core_goes",
+    "core_removals",
     "core_guards",
     "core_sessions",
     "extents",

@@ -16,7 +16,7 @@
  * - A block is found by its generation or its first page only.
  *
  * Blocks are numbered by rows inside, and by their generations outside. This file: new blocks, and queries;
- * core_guards.c: uses and guards; core_sessions.c: positions in sessions; core_goes.c: removals.
+ * core_guards.c: uses and guards; core_sessions.c: positions in sessions; core_removals.c: removals.
  */
 #include "inside.h"
 

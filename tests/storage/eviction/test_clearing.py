@@ -68,7 +68,7 @@ class Land:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_a_clearing_is_found_if_there_is_one_and_it_is_one(seed: int) -> None:
+def test_a_region_to_clear_is_found_if_there_is_one_and_is_valid(seed: int) -> None:
     land = Land(seed)
     for length in (2, 9, 17, 40):
         found = land.look(length)
@@ -91,7 +91,7 @@ def test_a_clearing_is_found_if_there_is_one_and_it_is_one(seed: int) -> None:
         break
 
 
-def test_of_the_large_holes_the_one_is_taken_where_least_stands_in_the_way() -> None:
+def test_of_the_large_holes_the_one_with_the_least_in_the_way_is_taken() -> None:
     core = core_with([(10, 2, 1), (12, 2, 2), (30, 2, 3), (50, 2, 4)])
     extents = Extents.around([(10, 2), (12, 2), (30, 2), (40, 2), (50, 2)], 4, 60)
     (found,) = clearings(extents, core, 18)
@@ -101,7 +101,7 @@ def test_of_the_large_holes_the_one_is_taken_where_least_stands_in_the_way() -> 
     assert found == Clearing([4], 2)
 
 
-def test_a_long_look_is_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_search_is_made_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.storage.eviction.clearing.EVICTION_STEPS_MAX", 10)
     core = core_with([(start, 2, start) for start in range(2, 402, 2)])
     core.hold(range(2, 300, 2), Guard.PIN)
@@ -112,7 +112,7 @@ def test_a_long_look_is_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looks[-1] is not None
 
 
-def test_blocks_are_found_by_their_first_pages_from_when_they_enter_until_they_go() -> None:
+def test_blocks_are_found_by_their_first_pages_as_long_as_they_are_stored() -> None:
     core = core_with([(4, 6, 7), (10, 2, 8), (20, 3, 9)])
     expected = [Standing(7, 6), None, Standing(8, 2), Standing(9, 3)]
     assert [core.at(page) for page in (4, 5, 10, 20)] == expected
@@ -129,7 +129,7 @@ def test_blocks_are_found_by_their_first_pages_from_when_they_enter_until_they_g
     assert core.at(30) == Standing(15, 2)
 
 
-def test_blocks_are_found_by_their_first_pages_after_an_opening() -> None:
+def test_blocks_are_found_by_their_first_pages_after_reopening() -> None:
     core = core_with([])
     core.restore(array("Q", [3, 5, 6]), array("I", [2, 4, 1]), array("Q", [0] * 3), array("Q", [40, 20, 30]))
     assert [core.at(page) for page in (20, 30, 40)] == [Standing(5, 4), Standing(6, 1), Standing(3, 2)]
@@ -152,7 +152,7 @@ def name_of(number: int) -> bytes:
     return bytes([number]) * 48
 
 
-def test_policies_have_names_and_others_are_refused() -> None:
+def test_unknown_policies_are_refused() -> None:
     assert [new_policy(one, 100).name for one in POLICY_NAMES] == ["lru", "s3fifo"]
     with pytest.raises(ConfigError, match="lru, s3fifo"):
         new_policy("fifo", 100)

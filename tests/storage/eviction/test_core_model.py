@@ -204,7 +204,7 @@ class Life:
 
 
 @pytest.mark.parametrize("first_seed", range(0, 40, 10))
-def test_lru_keeps_every_promise(first_seed: int) -> None:
+def test_lru_keeps_every_guarantee(first_seed: int) -> None:
     taken = 0
     for seed in range(first_seed, first_seed + 10):
         life = Life(Lru, seed, exact_lru=True)
@@ -214,13 +214,13 @@ def test_lru_keeps_every_promise(first_seed: int) -> None:
 
 
 @pytest.mark.parametrize("first_seed", range(0, 20, 10))
-def test_s3_fifo_keeps_every_promise(first_seed: int) -> None:
+def test_s3_fifo_keeps_every_guarantee(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 10):
         Life(partial(S3Fifo, CAPACITY), seed, exact_lru=False).run(400)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_when_all_guards_end_everything_goes_and_nothing_is_left_over(seed: int) -> None:
+def test_when_all_guards_end_everything_is_evicted_and_nothing_is_left_over(seed: int) -> None:
     life = Life(Lru, seed, exact_lru=True)
     life.run(300)
     core, plain, now_ms = life.core, life.plain, life.now_ms

@@ -71,20 +71,20 @@ def chain(session: int, generations: range, first_position: int = 0, **more: int
     ]
 
 
-def test_the_oldest_use_goes_first() -> None:
+def test_the_least_recently_used_block_is_evicted_first() -> None:
     core = new()
     core.admitted([Record(generation, 1) for generation in range(1, 7)], T0)
     core.touched([2, 1, 99, 2], T0)
     assert order(core) == [3, 4, 5, 6, 1, 2]
 
 
-def test_a_session_goes_from_its_tail_and_as_a_whole_before_a_younger_one(core: Evictor) -> None:
+def test_a_session_is_evicted_from_its_tail_and_completely_before_a_younger_one(core: Evictor) -> None:
     core.admitted(chain(1, range(1, 5)), T0)
     core.admitted(chain(2, range(11, 15)), T0)
     assert order(core) == [4, 3, 2, 1, 14, 13, 12, 11]
 
 
-def test_a_session_whose_tail_is_in_use_is_not_old_though_its_head_is() -> None:
+def test_a_session_whose_tail_is_in_use_is_not_old_even_if_its_head_is() -> None:
     core = new()
     core.admitted(chain(1, range(1, 5)), T0)
     core.admitted(chain(2, range(11, 15)), T0)
@@ -92,7 +92,7 @@ def test_a_session_whose_tail_is_in_use_is_not_old_though_its_head_is() -> None:
     assert order(core) == [14, 13, 12, 11, 4, 3, 2, 1]
 
 
-def test_a_shared_block_goes_when_nothing_stands_behind_it_in_any_session(core: Evictor) -> None:
+def test_a_shared_block_is_evicted_when_nothing_follows_it_in_any_session(core: Evictor) -> None:
     core.admitted(chain(1, range(1, 4)), T0)
     assert core.joined([1, 2], 2, 0, T0) == {}
     core.admitted(chain(2, range(12, 14), first_position=2), T0)
@@ -100,7 +100,7 @@ def test_a_shared_block_goes_when_nothing_stands_behind_it_in_any_session(core: 
     assert order(core) == [3, 13, 12, 2, 1]
 
 
-def test_a_prefix_read_lately_outlives_the_rest_of_its_session() -> None:
+def test_a_recently_read_prefix_outlives_the_rest_of_its_session() -> None:
     core = new()
     core.admitted(chain(1, range(1, 5)), T0)
     core.admitted([Record(9, 1)], T0)
@@ -108,7 +108,7 @@ def test_a_prefix_read_lately_outlives_the_rest_of_its_session() -> None:
     assert order(core) == [4, 3, 9, 2, 1]
 
 
-def test_a_block_cannot_stand_at_two_positions() -> None:
+def test_a_block_cannot_have_two_positions() -> None:
     core = new()
     core.admitted(chain(1, range(1, 4)), T0)
     assert core.joined([2], 2, 0, T0) == {2: Refusal.MOVED}
@@ -118,7 +118,7 @@ def test_a_block_cannot_stand_at_two_positions() -> None:
     assert 9 in core
 
 
-def test_a_session_that_goes_on_differently_leaves_its_old_blocks_to_themselves() -> None:
+def test_a_session_that_continues_differently_drops_its_old_blocks() -> None:
     core = new()
     core.admitted(chain(1, range(1, 5)), T0)
     core.admitted(chain(1, range(13, 15), first_position=2), T0)
@@ -149,7 +149,7 @@ def test_blocks_after_a_gap_are_evicted_first(core: Evictor) -> None:
     assert order(core) == [1]
 
 
-def test_a_gap_that_is_filled_strands_nothing() -> None:
+def test_a_filled_gap_strands_nothing() -> None:
     core = new()
     core.admitted([Record(50, 1)], T0)
     core.admitted(chain(1, range(1, 6)), T0)
@@ -158,7 +158,7 @@ def test_a_gap_that_is_filled_strands_nothing() -> None:
     assert order(core) == [50, 5, 4, 3, 60, 1]
 
 
-def test_a_block_behind_a_gap_of_one_session_only_is_not_stranded() -> None:
+def test_a_block_behind_a_gap_of_only_one_session_is_not_stranded() -> None:
     core = new()
     core.admitted([Record(50, 1)], T0)
     core.admitted(chain(1, range(1, 4)), T0)
@@ -209,7 +209,7 @@ def test_a_guarded_tail_keeps_all_before_it(core: Evictor) -> None:
     assert order(core) == [3, 2, 1]
 
 
-def test_stuck_names_the_guard_that_is_over_soonest(core: Evictor) -> None:
+def test_stuck_names_the_guard_that_ends_soonest(core: Evictor) -> None:
     core.admitted([Record(1, 1), Record(2, 1)], T0)
     core.hold([1, 2], Guard.PROTECTED)
     core.hold([2], Guard.PIN)
@@ -232,7 +232,7 @@ def test_guards_of_a_block_are_bounded_and_kinds_do_not_mix() -> None:
     assert order(core) == [1]
 
 
-def test_a_protected_session_keeps_what_it_has_and_what_it_will_have(core: Evictor) -> None:
+def test_a_protected_session_keeps_present_and_future_blocks(core: Evictor) -> None:
     assert core.protect_session(1, now_ms=T0) is None
     assert core.protect_session(1, now_ms=T0) is None
     core.admitted(chain(1, range(1, 3)), T0)
@@ -248,7 +248,7 @@ def test_a_protected_session_keeps_what_it_has_and_what_it_will_have(core: Evict
     assert order(core) == [9, 2, 1]
 
 
-def test_a_block_of_two_protected_sessions_is_free_with_the_second() -> None:
+def test_a_block_of_two_protected_sessions_is_released_with_the_second() -> None:
     core = new()
     core.admitted([Record(1, 1, session=1)], T0)
     core.joined([1], 2, 0, T0)
@@ -267,7 +267,7 @@ def test_protected_sessions_are_bounded() -> None:
     assert core.protect_session(PROTECTED_SESSIONS_MAX + 1, now_ms=T0) is Refusal.FULL
 
 
-def test_a_block_expires_in_time_and_not_before() -> None:
+def test_a_block_expires_on_time_and_not_before() -> None:
     core = new()
     core.admitted([Record(1, 1, expires_ms=T0 + 1000), Record(2, 1)], T0)
     assert not core.plan(free_pages=9, now_ms=T0 + 999).victims
@@ -289,7 +289,7 @@ def test_a_guarded_block_expires_when_its_guard_ends(core: Evictor) -> None:
     assert [victim.reason for victim in core.plan(free_pages=9, now_ms=T0 + 5000).victims] == [Reason.EXPIRED]
 
 
-def test_a_head_that_expires_strands_the_rest() -> None:
+def test_an_expired_head_strands_the_rest() -> None:
     core = new()
     core.admitted(chain(1, range(1, 2), expires_ms=T0 + 1000), T0)
     core.admitted(chain(1, range(2, 4), first_position=1), T0)
@@ -312,7 +312,7 @@ def test_evicted_blocks_with_a_time_to_live_leave_no_timer() -> None:
     assert not core.plan(free_pages=9, now_ms=T0 + 5000).victims
 
 
-def test_between_the_watermarks_it_goes_on_with_what_it_did() -> None:
+def test_between_the_watermarks_eviction_continues_as_before() -> None:
     core = new(marks=Watermarks(10, 20))
     core.admitted([Record(generation, 1) for generation in range(1, 100)], T0)
 
@@ -330,14 +330,14 @@ def test_between_the_watermarks_it_goes_on_with_what_it_did() -> None:
     assert taken(30) == (Mode.IDLE, 0)
 
 
-def test_a_put_that_waits_gets_room_though_enough_is_free_in_pieces() -> None:
+def test_a_waiting_put_gets_room_even_if_enough_is_free_in_fragments() -> None:
     core = new(marks=Watermarks(10, 20))
     core.admitted([Record(generation, 3) for generation in range(1, 9)], T0)
     plan = core.plan(free_pages=50, waiting_pages=7, now_ms=T0)
     assert (plan.mode, plan.pages, plan.more) == (Mode.URGENT, 9, False)
 
 
-def test_a_plan_is_bounded_and_says_that_there_is_more() -> None:
+def test_a_plan_is_bounded_and_reports_that_there_is_more() -> None:
     core = new(marks=Watermarks(50_000, 50_000))
     core.admitted([Record(generation, 1) for generation in range(1, 3 * EVICTION_URGENT_BLOCKS)], T0)
     plan = core.plan(free_pages=0, now_ms=T0)
@@ -346,7 +346,7 @@ def test_a_plan_is_bounded_and_says_that_there_is_more() -> None:
     assert (len(plan.victims), plan.more, plan.stuck) == (EVICTION_URGENT_BLOCKS, True, None)
 
 
-def test_many_that_expire_together_go_in_bounded_plans() -> None:
+def test_many_blocks_that_expire_together_are_removed_in_bounded_plans() -> None:
     core = new()
     core.admitted([Record(generation, 1, expires_ms=T0 + 10) for generation in range(1, 1000)], T0)
     sizes = []
@@ -358,7 +358,7 @@ def test_many_that_expire_together_go_in_bounded_plans() -> None:
     assert max(sizes) == EVICTION_BATCH_BLOCKS
 
 
-def test_looking_past_many_that_may_not_go_takes_several_plans_and_is_done_once(core: Evictor) -> None:
+def test_skipping_many_blocks_that_must_stay_takes_several_plans_and_is_done_once(core: Evictor) -> None:
     guarded = range(1, 2 * EVICTION_STEPS_MAX + 100)
     core.admitted([Record(generation, 1) for generation in guarded], T0)
     core.admitted([Record(100_000, 1), Record(100_001, 1)], T0)
@@ -369,7 +369,7 @@ def test_looking_past_many_that_may_not_go_takes_several_plans_and_is_done_once(
     assert len(evict(core, 1).victims) == 1, "at once: what may not go is out of the way"
 
 
-def test_a_long_session_is_not_walked_through_for_each_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_session_is_not_walked_for_each_of_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     core = new()
     core.admitted(chain(1, range(1, 3001)), T0)
     evict(core, 1)
@@ -408,7 +408,9 @@ def restore(core: Evictor, records: Sequence[Record]) -> None:
         core.joined([record.generation for record in members], session, members[0].position, T0)
 
 
-def test_after_a_restart_the_oldest_generations_go_first_each_session_from_its_tail(core: Evictor) -> None:
+def test_after_a_restart_the_oldest_generations_are_evicted_first_each_session_from_its_tail(
+    core: Evictor,
+) -> None:
     restore(
         core,
         [
@@ -429,7 +431,7 @@ def test_after_a_restart_the_oldest_generations_go_first_each_session_from_its_t
 
 
 @pytest.mark.parametrize("first_position", [0, 3])
-def test_a_restart_is_the_same_as_admitting_again(first_position: int) -> None:
+def test_a_restart_equals_admitting_again(first_position: int) -> None:
     sessions = [0, 0, 1, 2, 3]
     records = [
         Record(1 + at, 1 + at % 7, at, T0 + at if at % 3 else 0, sessions[at % 5], first_position + at // 5)
@@ -442,7 +444,7 @@ def test_a_restart_is_the_same_as_admitting_again(first_position: int) -> None:
     assert order(restored) == order(admitted)
 
 
-def test_sessions_that_share_blocks_or_name_one_twice_are_taken_as_well() -> None:
+def test_sessions_that_share_blocks_or_name_one_twice_are_accepted() -> None:
     opened, told = new(), new()
     for core in (opened, told):
         core.admitted([Record(generation, 1) for generation in range(1, 10)], T0)
@@ -458,7 +460,7 @@ def test_sessions_that_share_blocks_or_name_one_twice_are_taken_as_well() -> Non
     assert order(opened) == order(told)
 
 
-def test_a_generation_is_taken_once_and_its_row_again() -> None:
+def test_a_generation_is_used_once_and_its_row_again() -> None:
     core = new()
     core.admitted([Record(1, 1)], T0)
     assert core.admitted([Record(1, 9), Record(2, 1)], T0) == {1: Refusal.EXISTS}
@@ -490,7 +492,7 @@ def test_blocks_that_leave_a_session_are_as_old_as_its_tail_was(core: Evictor) -
     assert rest.index(1) > rest.index(2)
 
 
-def test_a_session_that_is_cut_keeps_what_others_have_of_it() -> None:
+def test_a_truncated_session_keeps_blocks_that_others_have() -> None:
     core = new()
     core.admitted(chain(1, range(1, 5)), T0)
     assert core.joined([1, 2, 3, 4], 2, 0, T0) == {}
@@ -500,7 +502,7 @@ def test_a_session_that_is_cut_keeps_what_others_have_of_it() -> None:
     assert core.statistics().sessions == 0
 
 
-def test_a_protected_span_keeps_a_prefix_of_its_session_and_the_last_word_counts(core: Evictor) -> None:
+def test_a_protected_span_covers_a_prefix_of_its_session_and_the_latest_call_counts(core: Evictor) -> None:
     core.admitted(chain(1, range(1, 6)), T0)
     assert core.protect_session(1, 3, now_ms=T0) is None
     assert order(core) == [5, 4]
@@ -517,7 +519,7 @@ def test_a_protected_span_keeps_a_prefix_of_its_session_and_the_last_word_counts
     assert order(core) == [1]
 
 
-def test_a_session_lacks_what_would_continue_it() -> None:
+def test_a_session_lacks_the_block_that_would_continue_it() -> None:
     core = new()
     core.admitted(chain(1, range(1, 5)), T0)
     core.gone([2], Reason.DELETED, T0)

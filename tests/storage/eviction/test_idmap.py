@@ -26,7 +26,7 @@ def place(number: int) -> int:
 
 @given(STEPS)
 @settings(max_examples=200, deadline=None)
-def test_they_are_dicts(steps: list[tuple[str, int]]) -> None:
+def test_they_behave_like_dicts(steps: list[tuple[str, int]]) -> None:
     core = new()
     pages: dict[int, int] = {}
     places: dict[int, int] = {}
@@ -53,7 +53,7 @@ def test_they_are_dicts(steps: list[tuple[str, int]]) -> None:
 
 @given(st.lists(NUMBERS, unique=True, max_size=100))
 @settings(max_examples=60, deadline=None)
-def test_many_at_once_are_the_same_as_one_by_one(numbers: list[int]) -> None:
+def test_a_batch_equals_single_calls(numbers: list[int]) -> None:
     core = new()
     numbers.sort()
     core.restore(array("Q", numbers), array("I", [1] * len(numbers)), array("Q", [0] * len(numbers)))
@@ -63,7 +63,7 @@ def test_many_at_once_are_the_same_as_one_by_one(numbers: list[int]) -> None:
     assert len(core) == 0
 
 
-def test_many_thousands_come_and_go() -> None:
+def test_many_thousands_of_entries_come_and_go() -> None:
     core = new()
     for first in range(0, 60_000, 600):
         core.admitted([Record(number * 16, 1, start=1 + number) for number in range(first, first + 600)], 0)

@@ -83,11 +83,11 @@ def test_lru_is_exact(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_s3_fifo_is_the_plain_one(seed: int) -> None:
+def test_s3_fifo_equals_the_textbook_version(seed: int) -> None:
     live(S3Fifo(CAPACITY), PlainS3Fifo(CAPACITY), random.Random(seed))
 
 
-def test_s3_fifo_looks_for_a_candidate_in_bounded_steps_and_goes_on_where_it_was() -> None:
+def test_s3_fifo_searches_for_a_candidate_in_bounded_steps_and_resumes() -> None:
     policy = S3Fifo(100)
     for row in range(50):
         policy.admitted(row, 2, row + 1)
@@ -99,7 +99,7 @@ def test_s3_fifo_looks_for_a_candidate_in_bounded_steps_and_goes_on_where_it_was
     assert calls == 5
 
 
-def test_ghosts_are_forgotten_by_their_pages_and_known_again_once() -> None:
+def test_ghosts_are_forgotten_by_their_pages_and_recognized_once() -> None:
     policy = S3Fifo(20)  # small 2, ghosts 18
     for row in range(30):
         policy.admitted(row, 2, row + 1)
@@ -119,7 +119,7 @@ def test_ghosts_are_forgotten_by_their_pages_and_known_again_once() -> None:
     assert order == [*range(20, 30), 11, 12, 10], "two are main, which goes once little is small"
 
 
-def test_ghosts_are_forgotten_in_their_turn_though_others_were_taken_back() -> None:
+def test_ghosts_are_forgotten_in_order_even_if_others_were_taken_back() -> None:
     policy = S3Fifo(20)  # of 2 pages each, nine
     for name in range(1, 500):
         policy.admitted(0, 2, name)
@@ -135,7 +135,7 @@ def test_ghosts_are_forgotten_in_their_turn_though_others_were_taken_back() -> N
     assert policy.ghosts == 9, "what was taken back counts no more"
 
 
-def test_the_number_of_ghosts_is_bounded_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_ghosts_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.storage.eviction.s3fifo.EVICTION_GHOSTS_MAX", 5)
     policy = S3Fifo(10_000)
     for name in range(1, 50):

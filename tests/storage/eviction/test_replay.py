@@ -126,7 +126,7 @@ for name in POLICY_NAMES:
 """
 
 
-def test_a_simulator_replays_the_policies_where_no_library_is() -> None:
+def test_a_simulator_replays_the_policies_without_the_library() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ALONE], capture_output=True, text=True, check=True, timeout=30
     )

@@ -54,7 +54,7 @@ def due(times: dict[int, int], now_ms: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_it_is_a_sorted_list(seed: int) -> None:
+def test_it_equals_a_sorted_list(seed: int) -> None:
     rng = random.Random(seed)
     now_ms = T0 + rng.randrange(1000)
     wheel = TimerWheel(now_ms)
@@ -89,7 +89,7 @@ def test_it_is_a_sorted_list(seed: int) -> None:
     assert len(wheel) == 0
 
 
-def test_a_block_goes_in_the_first_tick_that_begins_with_its_time_over() -> None:
+def test_a_block_expires_in_the_first_tick_that_begins_after_its_time() -> None:
     wheel = TimerWheel(T0)
     wheel.insert(1, T0 + 250)
     assert wheel.advance(T0 + 299, ALL, 1 << 30) == []
@@ -115,7 +115,7 @@ def test_rows_come_in_the_order_of_their_ticks_after_a_jump() -> None:
     assert [times[row] for row in given] == sorted(times.values())
 
 
-def test_a_jump_forward_is_worked_off_in_bounded_steps() -> None:
+def test_a_jump_forward_is_processed_in_bounded_steps() -> None:
     wheel = TimerWheel(T0)
     for row in range(1000):
         wheel.insert(row, T0 + 1000 + row * 977)
@@ -133,7 +133,7 @@ def test_a_jump_forward_is_worked_off_in_bounded_steps() -> None:
     assert not wheel.lagging
 
 
-def test_time_that_passes_over_nothing_takes_no_steps() -> None:
+def test_time_without_entries_takes_no_steps() -> None:
     wheel = TimerWheel(T0)
     wheel.insert(1, T0 + 50 * WEEK_MS)
     assert wheel.advance(T0 + 49 * WEEK_MS, ALL, 6) == []
@@ -152,7 +152,7 @@ def test_after_a_jump_back_nothing_is_early_and_nothing_is_lost() -> None:
     assert wheel.advance(T0 + 2 * WEEK_MS, ALL, 1 << 30) == [1]
 
 
-def test_a_jump_forward_that_is_taken_back_leaves_the_rest_where_it_was() -> None:
+def test_a_jump_forward_that_is_reverted_leaves_the_rest_in_place() -> None:
     wheel = TimerWheel(T0)
     for row in range(100):
         wheel.insert(row, T0 + 100_000)
@@ -162,7 +162,7 @@ def test_a_jump_forward_that_is_taken_back_leaves_the_rest_where_it_was() -> Non
     assert len(wheel.advance(T0 + 100_000, ALL, 1 << 30)) == 90
 
 
-def test_never_and_the_end_of_the_world_are_not_in_the_wheel() -> None:
+def test_never_and_the_end_of_time_are_not_in_the_wheel() -> None:
     wheel = TimerWheel(T0)
     wheel.insert(1, 0)
     wheel.insert(2, 2**64 - 1)
@@ -183,7 +183,7 @@ def test_a_row_put_back_keeps_its_time() -> None:
     assert wheel.advance(T0 + 1000, ALL, 1 << 30) == [1]
 
 
-def test_the_last_word_on_a_time_counts() -> None:
+def test_the_latest_time_counts() -> None:
     wheel = TimerWheel(T0)
     wheel.insert(1, T0 + 1000)
     wheel.insert(2, 0)
@@ -199,7 +199,7 @@ def test_the_last_word_on_a_time_counts() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_many_at_once_are_the_same_as_one_by_one(seed: int) -> None:
+def test_a_batch_equals_single_calls(seed: int) -> None:
     rng = random.Random(seed)
     expiries = [rng.choice([0, 2**64 - 1, T0 - 5, T0 + rng.randrange(WEEK_MS)]) for _ in range(200)]
     one, many = TimerWheel(T0), TimerWheel(T0)

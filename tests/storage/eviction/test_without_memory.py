@@ -131,7 +131,7 @@ def is_ok(done: subprocess.CompletedProcess[str]) -> bool:
     return done.stdout == "ok\n"
 
 
-def test_without_memory_a_batch_is_refused_whole_and_the_rest_goes_on() -> None:
+def test_without_memory_a_batch_is_refused_as_a_whole_and_the_rest_continues() -> None:
     assert is_ok(run(ADMITS, "lru", "0"))
     assert is_ok(run(ADMITS, "lru", "1"))
     assert is_ok(run(ADMITS, "s3fifo", "1"))
@@ -141,11 +141,11 @@ def test_without_memory_a_block_is_outside_its_session() -> None:
     assert is_ok(run(JOINS))
 
 
-def test_without_memory_what_is_free_stays_right() -> None:
+def test_without_memory_the_free_extents_stay_correct() -> None:
     assert is_ok(run(EXTENTS))
 
 
-def test_a_bug_ends_the_process_with_a_sentence() -> None:
+def test_a_bug_ends_the_process_with_one_sentence() -> None:
     twice = 'policy = new_policy("lru", 9)\npolicy.admitted(0, 1, 1)\npolicy.admitted(0, 1, 1)\n'
     done = run(twice)
     assert done.returncode == -signal.SIGABRT
