@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -40,6 +39,7 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.status import ERROR_NAME, error_from_rpc
 from tests.conftest import MIB, ClientWithBuffers, small_client, small_node
 from tests.nic_offload.rig import wait_until
+from tests.ports import next_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,9 +59,7 @@ def is_one_sentence(error: BaseException) -> bool:
 @pytest.fixture
 def nobody() -> str:
     """An address at which no process listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+    return f"127.0.0.1:{next_port()}"
 
 
 # --- what the client refuses before it calls anybody
