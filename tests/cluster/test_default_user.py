@@ -19,7 +19,7 @@ from kvstore.sealing.masters import new_master_file
 from kvstore.storage.index import Entry
 from kvstore.wire.status import error_from_rpc
 from nic_offload.memory import allocate
-from tests.cluster.test_upkeep import BYTES, WAIT_S, Stranger, World, data, has_looked, one_key
+from tests.cluster.test_upkeep import BYTES, WAIT_S, World, data, has_looked, one_key
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def test_erased_they_are_gone_from_every_node_and_no_drive_that_returns_brings_t
 def test_a_copy_that_does_not_say_whose_it_is_is_refused(world: World) -> None:
     """As of a node that doesn't encrypt: it knows of nobody who asked for `shared`."""
     sender, receiver = world.nodes[:2]
-    other = Stranger(receiver, *world.leases()[sender.target])
+    other = world.stranger(receiver, sender)
     keys = [one_key(), one_key(), in_domain(one_key(), ADA)]
     ticket = other.offer(keys).ticket
     with pytest.raises(grpc.RpcError, match="or ask for SHARED") as refused:
