@@ -40,6 +40,7 @@ from kvstore.wire.status import ERROR_NAME, error_from_rpc
 from tests.conftest import MIB, ClientWithBuffers, small_client, small_node
 from tests.nic_offload.rig import wait_until
 from tests.ports import next_port
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -287,7 +288,7 @@ def test_an_absent_node_is_an_error_for_a_put_and_a_miss_for_a_get(nobody: str) 
 def test_a_node_that_does_not_answer_costs_a_get_its_deadline_and_no_more(node: NodeProcess) -> None:
     rig = ClientWithBuffers(node)
     rig.client.reserve([rig.block(0)]).give_back()  # attached
-    subprocess.run(["kill", "-STOP", str(node.pid)], check=True)
+    stop(node.pid)
     try:
         begun_s = time.monotonic()
         (outcome,) = rig.client.get([rig.wanted(rig.block(0))], timeout_s=1.0)

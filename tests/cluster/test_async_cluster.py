@@ -21,6 +21,7 @@ from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
@@ -131,7 +132,7 @@ def test_a_node_that_hangs_leaves_the_loop_free(nodes: list[NodeProcess]) -> Non
     async def work() -> None:
         async with client_of(nodes) as client:
             await client.put_many_inline([(key, key) for key in keys])
-            os.kill(nodes[0].pid, signal.SIGSTOP)
+            stop(nodes[0].pid)
             try:
                 wanted = [(key, 32) for key in keys]
                 getting = client.get_many_inline(wanted, timeout_s=WAIT_S)
@@ -161,7 +162,7 @@ def test_memory_of_a_cancelled_get_is_free_when_the_await_ends(nodes: list[NodeP
             assert {one.error for one in await client.put(blocks_in(kv, keys))} == {None}
             target = bytearray(len(source))
             there = await client.register(target)
-            os.kill(nodes[0].pid, signal.SIGSTOP)
+            stop(nodes[0].pid)
             try:
                 getting = asyncio.ensure_future(client.get(blocks_in(there, keys), timeout_s=2))
                 await asyncio.to_thread(wait_until, lambda: has_gets(client, nodes[0]), "it asks")

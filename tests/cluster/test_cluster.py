@@ -24,6 +24,7 @@ from tests.cluster.real_etcd import RealEtcd
 from tests.commands.here import run_here
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     import subprocess
@@ -151,7 +152,7 @@ def test_a_client_follows_on_though_the_node_that_told_it_has_gone_or_hangs(clus
     """It was told of one node only; the map tells it of others."""
     assert len(cluster.client.map.members) == 3
     told_by, others = cluster.nodes[0], cluster.nodes[1:]
-    os.kill(told_by.pid, signal.SIGSTOP)
+    stop(told_by.pid)
     try:
         cluster.settled(others, 40)
         fourth = cluster.add(cluster.folder / "node3")
@@ -229,7 +230,7 @@ def test_a_request_is_explained_by_all_nodes(cluster: Cluster) -> None:
     missing = explained(cluster.nodes[1], "cmpl-8")
     assert (missing.returncode, missing.stdout) == (3, "")
     assert missing.stderr.startswith("kvstore: The nodes remember no look-up of cmpl-8, but ")
-    os.kill(cluster.nodes[2].pid, signal.SIGSTOP)
+    stop(cluster.nodes[2].pid)
     try:
         done = explained(cluster.nodes[1], "cmpl-7", "--call-timeout-ms", "1000")
     finally:

@@ -21,6 +21,7 @@ from nic_offload.flags import FlagWords
 from tests.cluster.real_etcd import RealEtcd
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,7 +102,7 @@ def test_a_node_that_hangs_costs_one_short_wait_in_all(rig: Rig, first: str) -> 
         name: getattr(rig, name) for name in ("put", "put_inline", "get", "get_inline", "exists", "pin")
     }
     spent_s: list[float] = []
-    os.kill(rig.nodes[1].pid, signal.SIGSTOP)
+    stop(rig.nodes[1].pid)
     try:
         for name in (first, *calls, *calls):
             began_s = time.monotonic()

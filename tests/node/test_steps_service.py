@@ -22,6 +22,7 @@ from kvstore.wire import steps_pb2 as pb
 from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import HOT_BYTES, NodeInProcess
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -186,7 +187,7 @@ def test_a_node_that_does_not_answer_costs_each_call_its_deadline_and_a_report_n
         chat = client.session("ada", "chat")
         client.put_inline(key(0), b"x")
         chat.append([key(0)], 16)
-        os.kill(node.pid, signal.SIGSTOP)
+        stop(node.pid)
         for call in (chat.trace, lambda: client.prefetch([key(0)])):
             begun_s = time.monotonic()
             with pytest.raises((DeadlineExceeded, NodeUnavailable)):
