@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-INTERVAL_MS = 200
+INTERVAL_MS = 1500  # a client may have no core for a while, and is no lost one
 WAIT_S = 20.0
 ATTACHED = """
 import sys
@@ -56,7 +56,7 @@ def attached(
 def test_a_stopped_client_loses_its_slots_within_two_intervals(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path, options=server_keepalive_options(INTERVAL_MS)) as node:
         with attached(node.target) as process:
-            quiet_until = time.monotonic() + 5 * INTERVAL_MS / 1000
+            quiet_until = time.monotonic() + 3 * INTERVAL_MS / 1000
             wait_until(lambda: time.monotonic() > quiet_until, "it has been quiet for a while")
             assert node.call(len) == 1
             stop(process.pid)
@@ -128,7 +128,7 @@ def test_a_client_whose_host_vanished_loses_its_slots_too(tmp_path: Path) -> Non
         NodeInProcess(tmp_path, options=server_keepalive_options(INTERVAL_MS), host=ours) as node,
         attached(node.target, within=("ip", "netns", "exec", name), address=theirs),
     ):
-        quiet_until = time.monotonic() + 5 * INTERVAL_MS / 1000
+        quiet_until = time.monotonic() + 3 * INTERVAL_MS / 1000
         wait_until(lambda: time.monotonic() > quiet_until, "it has been quiet for a while")
         assert node.call(len) == 1
         run(f"ip -n {name} link set {name}b down")
