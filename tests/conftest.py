@@ -23,6 +23,7 @@ from kvstore.limits import PINS_MAX
 from kvstore.names import block_key
 from kvstore.sealing.masters import new_master_file
 from nic_offload.flags import FlagWords
+from tests.ports import next_port
 from tests.readme import clean_copy, environment
 from tests.warm_start import Warm, warm_subprocess
 
@@ -131,6 +132,7 @@ def warm() -> Iterator[Warm]:
     warm = Warm()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_process, "subprocess", warm_subprocess(warm))
+        patch.setattr(node_process, "lasting_port", next_port)
         yield warm
     warm.close()
 

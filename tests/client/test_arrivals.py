@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
-import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ from nic_offload.match_action import Action, ActionKind, Pattern, Request, Rule,
 from nic_offload.match_file import parse_rules
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import HeldDrive, NodeInProcess
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -336,7 +335,7 @@ def test_a_hanging_node_delays_no_other_nodes_users(here: NodeInProcess, node: N
         table = Table()
         table.replace(parse_rules(RULES))
         with Arrivals(nodes, table, tenant="acme") as arrivals:
-            os.kill(node.pid, signal.SIGSTOP)
+            stop(node.pid)
             region = nodes.of(well).register(memory := bytearray(SIZE))
             hanging = threading.Thread(target=lambda: arrivals.arrived(request(stuck)))
             hanging.start()

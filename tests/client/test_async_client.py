@@ -29,6 +29,7 @@ from kvstore.miss import Miss
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
+from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
@@ -94,7 +95,8 @@ def test_armed_puts_are_named_watched_and_cancelled(node: NodeProcess) -> None:
                 assert puts.progress() == (0, 0, 0)
                 puts.name(0, key)
                 flags[0].store(1)
-                assert [one.error is None for one in await puts.wait(0.5)] == [True, False]
+                await asyncio.to_thread(wait_until, lambda: puts.progress()[2] == 1, "the first is over")
+                assert [one.error is None for one in await puts.wait(0.1)] == [True, False]
                 assert (puts.progress(), puts.has_ended, puts.ended()) == ((1, 1, 1), False, None)
                 assert await puts.cancel() == 1
                 assert [one.error is None for one in await puts.wait(WAIT_S)] == [True, False]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -40,6 +39,8 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.status import ERROR_NAME, error_from_rpc
 from tests.conftest import MIB, ClientWithBuffers, small_client, small_node
 from tests.nic_offload.rig import wait_until
+from tests.ports import next_port
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,9 +60,7 @@ def is_one_sentence(error: BaseException) -> bool:
 @pytest.fixture
 def nobody() -> str:
     """An address at which no process listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+    return f"127.0.0.1:{next_port()}"
 
 
 # --- what the client refuses before it calls anybody
@@ -289,7 +288,7 @@ def test_an_absent_node_is_an_error_for_a_put_and_a_miss_for_a_get(nobody: str) 
 def test_an_unresponsive_node_costs_a_get_its_deadline_and_no_more(node: NodeProcess) -> None:
     rig = ClientWithBuffers(node)
     rig.client.reserve([rig.block(0)]).give_back()  # attached
-    subprocess.run(["kill", "-STOP", str(node.pid)], check=True)
+    stop(node.pid)
     try:
         begun_s = time.monotonic()
         (outcome,) = rig.client.get([rig.wanted(rig.block(0))], timeout_s=1.0)

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,8 +17,8 @@ from kvstore.limits import BREAKER_LATE_MS, BREAKER_MS_MAX, BREAKER_MS_MIN
 from kvstore.miss import Miss, MissReason
 from tests.client.test_promises import put
 from tests.conftest import small_client
-from tests.nic_offload.rig import wait_until
 from tests.node.test_tenants import HeldClock
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
@@ -53,12 +52,6 @@ def be_late(breaker: Breaker, clock: HeldClock, ms: int) -> None:
 
     with pytest.raises(DeadlineExceeded), breaker.call():
         wait()
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether each thread of a process stands still; one that was on a core goes on for a moment."""
-    threads = Path(f"/proc/{pid}/task").glob("*/stat")
-    return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
 
 def pass_ms(clock: HeldClock, ms: int) -> None:
@@ -122,8 +115,7 @@ def test_a_stopped_node_costs_one_deadline_and_then_fails_fast(
     block = rig.block(0)
     put(rig, [block])
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
-    os.kill(node.pid, signal.SIGSTOP)
-    wait_until(lambda: is_stopped(node.pid), "all its threads stand still")
+    stop(node.pid)
     try:
         (miss,) = rig.client.get([rig.wanted(block)], timeout_s=0.5)
         assert isinstance(miss, Miss)

@@ -24,6 +24,7 @@ from tests.client.test_resuming import key
 from tests.conftest import MIB, ClientWithBuffers, small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import HeldDrive, NodeInProcess, kept_in
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -127,7 +128,7 @@ def test_a_get_whose_cancellation_is_not_confirmed_ends_the_link(tmp_path: Path)
         rig = ClientWithBuffers(process)
         block = rig.block(0, 100_000)
         put(rig, [block])
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         try:
             began_s = time.monotonic()
             (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=SHORT_S)

@@ -29,6 +29,7 @@ from tests.client.test_promises import put
 from tests.conftest import MIB, ClientWithBuffers, small_client, small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
+from tests.stopping import stop
 from tests.wire.calls import call_bytes, due_generation
 
 if TYPE_CHECKING:
@@ -262,7 +263,7 @@ def test_a_stopped_node_costs_a_get_its_deadline_and_fails_a_reserve(
     block = rig.block(0)
     put(rig, [block])
     rig.client.attach()
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     try:
         began_s = time.monotonic()
         (miss,) = rig.client.get([rig.wanted(block)], timeout_s=0.5)
@@ -273,7 +274,7 @@ def test_a_stopped_node_costs_a_get_its_deadline_and_fails_a_reserve(
         os.kill(node.pid, signal.SIGCONT)
     wait_until(lambda: get(rig, [block]) == [Hit(block.key)], "the node goes on")
     monkeypatch.setattr(rig.client._core.asking, "_timeout_ns", 300_000_000)
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     try:
         with pytest.raises(DeadlineExceeded):
             rig.client.reserve([rig.block(1)])
@@ -289,7 +290,7 @@ def test_a_client_that_closes_in_the_middle_of_calls_ends_them(
     block = rig.block(0)
     put(rig, [block])
     outcomes: list[Hit | Miss] = []
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     try:
         thread = threading.Thread(target=lambda: outcomes.extend(rig.client.get([rig.wanted(block)])))
         thread.start()

@@ -23,6 +23,7 @@ from nic_offload.memory import allocate
 from tests.conftest import ClientWithBuffers, small_client, small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
@@ -203,7 +204,7 @@ def test_a_look_up_ends_by_its_deadline_and_leaves_nothing_behind(node: NodeProc
         client.attach()
         client.prefix([key])
         link = link_of(client)
-        os.kill(node.pid, signal.SIGSTOP)
+        stop(node.pid)
         try:
             with pytest.raises(DeadlineExceeded, match=r"within 0\.1 s"):
                 client.prefix([key], timeout_s=0.1)

@@ -122,8 +122,10 @@ def test_a_time_to_live_that_ends_before_the_bytes_arrive_is_no_success(
 ) -> None:
     with FlagWords.create(1) as flags, client.register(allocate(PAGE_BYTES)) as region:
         block = Block(KEY, region, 0, PAGE_BYTES, threshold=1)
-        puts = client.arm([block], flags[0], expires_unix_ms=now_ms() + 300)
-        time.sleep(0.4)
+        client.attach()  # which takes a while
+        over_ms = now_ms() + SOON_MS
+        puts = client.arm([block], flags[0], expires_unix_ms=over_ms)
+        wait_until(lambda: now_ms() > over_ms, "its time is over")
         flags[0].store(1)
         (result,) = puts.wait(WAIT_S)
     assert isinstance(result.error, Expired)
@@ -261,13 +263,13 @@ def test_a_put_that_lands_after_its_expiry_is_not_acknowledged(client: Client, *
     with FlagWords.create(1) as flags, client.register(allocate(len(PAYLOAD))) as region:
         block = Block(KEY, region, 0, len(PAYLOAD), threshold=1)
         client.attach()  # which takes a while
-        over_ms = now_ms() + SOON_MS // 5
+        over_ms = now_ms() + SOON_MS
         if is_asked:
             reserved = client.reserve([block], durability=Durability.LANDED, expires_unix_ms=over_ms)
             puts = reserved.arm(flags[0])
         else:
             puts = client.arm([block], flags[0], durability=Durability.LANDED, expires_unix_ms=over_ms)
-        time.sleep(SOON_MS / 2500)
+        wait_until(lambda: now_ms() > over_ms, "its time is over")
         flags[0].store(1)
         # A slot is leased no longer than its block lives.
         assert isinstance(puts.wait(WAIT_S)[0].error, DeadlineExceeded if is_asked else Expired)

@@ -159,14 +159,19 @@ def test_an_asyncio_client_refuses_the_same_arguments() -> None:
 
 
 def test_the_check_takes_less_than_a_microsecond() -> None:
+    """On a slow machine: than three times as much as it takes to ask all keys for their length."""
     keys = [KEY] * 16
-    least_ns = 1 << 60
-    for _ in range(20):
-        began_ns = time.thread_time_ns()
-        for _ in range(1000):
-            check_keys(keys)
-        least_ns = min(least_ns, time.thread_time_ns() - began_ns)
-    assert least_ns / 1000 < 1000
+
+    def least_ns(call: Callable[[list[bytes]], object]) -> float:
+        least = 1 << 60
+        for _ in range(20):
+            began_ns = time.thread_time_ns()
+            for _ in range(1000):
+                call(keys)
+            least = min(least, time.thread_time_ns() - began_ns)
+        return least / 1000
+
+    assert least_ns(check_keys) < max(1000, 3 * least_ns(lambda keys: [len(key) for key in keys]))
 
 
 def test_a_name_that_is_not_valid_text_is_a_typed_error(client: Client) -> None:

@@ -122,7 +122,7 @@ def test_pieces_belong_to_the_caller_again_after_a_timeout(
     drive, before = HeldDrive(node), pages_of(back)
     wanted = [Block.of_pieces(one.key, back.pieces(page)) for page, one in enumerate(blocks[:16])]
     link = link_of(rig.client)
-    outcomes = rig.client.get(wanted, timeout_s=0.1)
+    outcomes = rig.client.get(wanted, timeout_s=1.5)  # until then the node has heard of it
     assert all(map(is_away, outcomes))
     for region in back.regions:  # nothing holds them
         region.close()

@@ -19,7 +19,7 @@ from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from nic_offload.pieces import Pieces
 from tests.conftest import MIB, ClientWithBuffers, small_node
-from tests.nic_offload.rig import needs_provider
+from tests.nic_offload.rig import needs_provider, wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,8 +82,8 @@ def test_pieces_and_whole_blocks_share_one_flag_and_are_read_when_it_fires(rig: 
     pool.memory[5][: 3 * PAGE] = b"s" * 3 * PAGE  # after it was armed, and before it fires
     before = pool.page(0)
     rig.flags[0].store(1)
-    assert puts.wait_landed(0.3) is False
-    assert puts.progress()[1] == 2
+    wait_until(lambda: puts.progress()[1] == 2, "two have landed")
+    assert puts.wait_landed(0.05) is False
     pool.memory[5][: 3 * PAGE] = b"t" * 3 * PAGE  # the first has landed: its memory is the engine's again
     rig.flags[0].store(2)
     assert all(one.error is None for one in puts.wait(WAIT_S))

@@ -16,6 +16,7 @@ import pytest
 from kvstore.client import Block, Hit
 from kvstore.miss import Miss, MissReason
 from tests.conftest import MIB, ClientWithBuffers, small_client, small_node
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
@@ -92,7 +93,7 @@ def test_no_byte_arrives_after_a_get_has_given_up(node: NodeProcess) -> None:
     for wait_s in (0.0, 0.001, 0.002, 0.004, 0.006):
         rig.client.reserve([rig.block(9)]).give_back()  # attached, so that the stop falls into the get itself
         rig.target[:] = canary
-        stopper = threading.Timer(wait_s, os.kill, (node.pid, signal.SIGSTOP))
+        stopper = threading.Timer(wait_s, stop, (node.pid,))
         stopper.start()
         if wait_s == 0.0:
             stopper.join()

@@ -34,6 +34,7 @@ from tests.client.test_seal import areas
 from tests.conftest import MIB, ClientWithBuffers, small_node
 from tests.nic_offload.rig import happens_more_often, wait_until
 from tests.node.in_process import NodeInProcess
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     import mmap
@@ -217,7 +218,7 @@ def test_a_word_of_another_generation_ends_no_put(tmp_path: Path) -> None:
         memory = memory_of(rig)
         slots = link_of(rig.client).mapped.slots
         assert slots is not None
-        os.kill(node.pid, signal.SIGSTOP)
+        stop(node.pid)
         try:
             puts = rig.client.arm([rig.block(1)])
             time.sleep(0.1)

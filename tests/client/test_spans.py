@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 WAIT_S = 20.0
 SIZE = 50_000
 SLACK_NS = (
-    500_000_000  # a node hears that its last block has been sent when the client has had it for a moment
+    10_000_000_000  # a node hears that its last block has been sent when the client has had it for a moment
 )
 KEYS = [block_key(b"spans", number.to_bytes(4)) for number in range(64)]
 
@@ -163,7 +163,7 @@ def test_a_returned_reservation_ends_its_trace(both: Both) -> None:
 
 def test_a_missing_flag_is_an_error_on_both_sides(both: Both) -> None:
     with FlagWords.create(1) as flags:
-        puts = both.client.reserve([both.block(0), both.block(1)], lease_ms=400).arm(flags[0])
+        puts = both.client.reserve([both.block(0), both.block(1)], lease_ms=2500).arm(flags[0])
         flags[0].store(1)
         assert [type(one.error) for one in puts.wait(WAIT_S)] == [type(None), DeadlineExceeded]
     both.of_node.wait_for("kvstore.node.put")

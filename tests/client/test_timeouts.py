@@ -18,6 +18,7 @@ from kvstore.limits import CONNECT_TIMEOUT_MS, PAGE_BYTES
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from tests.conftest import small_client
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ def took_s(call: Callable[[], object]) -> float:
 
 @contextmanager
 def stopped(node: NodeProcess) -> Iterator[None]:
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from tests.client.test_promises import put
 from tests.conftest import ClientWithBuffers
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +37,7 @@ WAIT_S = 20.0
 @contextmanager
 def stopped(node: NodeProcess) -> Iterator[None]:
     """It takes what comes over its sockets, and answers nothing."""
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     try:
         yield
     finally:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import pytest
 
 from tests.nic_offload.rig import wait_until
+from tests.ports import next_port
 
 if TYPE_CHECKING:
     import signal
@@ -33,9 +33,7 @@ class EtcdMember:
 
     def __init__(self, folder: Path, name: str, arguments: Sequence[str] = ()) -> None:
         self.folder, self.name = folder, name
-        with ExitStack() as stack:
-            taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-            self.port, self.peer_port = (one.getsockname()[1] for one in taken)
+        self.port, self.peer_port = next_port(), next_port()
         self.arguments = list(arguments)
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -57,6 +57,13 @@ async def _ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def pass_s(seconds: float) -> None:
+    """Let time pass for the loop that runs, as work on its thread does."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, _Loop)
+    loop.selector.now_s += seconds
+
+
 def run(doing: Coroutine[Any, Any, None]) -> None:
     """Run it in such a loop."""
     loop = _Loop()

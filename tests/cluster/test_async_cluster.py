@@ -21,6 +21,7 @@ from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator
@@ -131,7 +132,7 @@ def test_a_hanging_node_leaves_the_event_loop_free(nodes: list[NodeProcess]) -> 
     async def work() -> None:
         async with client_of(nodes) as client:
             await client.put_many_inline([(key, key) for key in keys])
-            os.kill(nodes[0].pid, signal.SIGSTOP)
+            stop(nodes[0].pid)
             try:
                 wanted = [(key, 32) for key in keys]
                 getting = client.get_many_inline(wanted, timeout_s=WAIT_S)
@@ -161,7 +162,7 @@ def test_memory_of_a_cancelled_get_is_free_when_the_await_ends(nodes: list[NodeP
             assert {one.error for one in await client.put(blocks_in(kv, keys))} == {None}
             target = bytearray(len(source))
             there = await client.register(target)
-            os.kill(nodes[0].pid, signal.SIGSTOP)
+            stop(nodes[0].pid)
             try:
                 getting = asyncio.ensure_future(client.get(blocks_in(there, keys), timeout_s=2))
                 await asyncio.to_thread(wait_until, lambda: has_gets(client, nodes[0]), "it asks")
@@ -244,30 +245,42 @@ def test_a_cancelled_pin_is_released_and_cancelled_memory_deregistered(nodes: li
 def test_effects_of_a_cancelled_call_are_undone_before_the_cancellation_arrives() -> None:
     """Also if it is cancelled once more meanwhile; a call that failed has had no effect."""
     undone: list[str] = []
+    goes_on, undoing, undoes = (threading.Event() for _ in range(3))
 
     def undo(made: str) -> None:
-        time.sleep(0.3)
+        undoing.set()
+        undoes.wait(WAIT_S)
         undone.append(made)
         raise NodeUnavailable("It can't be undone there.")
 
     def making() -> str:
-        time.sleep(0.2)
+        goes_on.wait(WAIT_S)
         return "made"
 
     def failing() -> str:
-        time.sleep(0.2)
+        goes_on.wait(WAIT_S)
         raise NodeUnavailable("It is away.")
+
+    async def cancel_twice(calling: asyncio.Future[Any]) -> None:
+        for _ in range(2):
+            await asyncio.sleep(0.05)
+            assert not calling.done()
+            calling.cancel()
 
     async def work() -> None:
         threads = CallThreads()
-        for does, wanted in ((making, ["made"]), (failing, ["made"])):
+        for does in (making, failing):
+            goes_on.clear()
             calling = asyncio.ensure_future(threads.call(does, undo))
-            for _ in range(3):
-                await asyncio.sleep(0.1)
-                calling.cancel()
+            await cancel_twice(calling)
+            goes_on.set()
+            if does is making:
+                assert await asyncio.to_thread(undoing.wait, WAIT_S)
+                await cancel_twice(calling)
+                undoes.set()
             with pytest.raises(asyncio.CancelledError):
                 await calling
-            assert undone == wanted
+            assert undone == ["made"]
         await threads.close(lambda: None)
 
     run(work())
@@ -294,17 +307,21 @@ def test_puts_can_be_abandoned_after_a_cancelled_wait(nodes: list[NodeProcess]) 
 def test_a_cancelled_close_has_closed(nodes: list[NodeProcess]) -> None:
     async def work() -> None:
         client = client_of(nodes)
-        slow, ended = client.sync.close, threading.Event()
+        slow, begun, goes_on, ended = client.sync.close, *(threading.Event() for _ in range(3))
 
         def close() -> None:
-            time.sleep(0.3)
+            begun.set()
+            goes_on.wait(WAIT_S)
             slow()
             ended.set()
 
         client.sync.close = close  # type: ignore[method-assign]
         closing = asyncio.ensure_future(client.close())
-        await asyncio.sleep(0.05)
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
         closing.cancel()
+        await asyncio.sleep(0.05)
+        assert not closing.done()
+        goes_on.set()
         with pytest.raises(asyncio.CancelledError):
             await closing
         assert ended.is_set()

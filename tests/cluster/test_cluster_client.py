@@ -28,6 +28,7 @@ from kvstore.reach import Reach
 from nic_offload.flags import FlagWords
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -351,7 +352,7 @@ def test_a_hanging_node_costs_its_blocks_a_first_try_and_the_others_nothing(worl
     client = world.client(replicas=2)
     world.put(client)
     hangs = world.nodes[2]
-    os.kill(hangs.pid, signal.SIGSTOP)
+    stop(hangs.pid)
     try:
         began = time.monotonic()
         assert hits(world.got(client, timeout_s=6)) == COUNT
@@ -378,7 +379,7 @@ def test_with_acks_any_one_of_two_is_enough(world: World) -> None:
     world.put(client)  # with both
     world.client(replicas=2).delete(world.keys)  # `client` may think that a busy node is down
     hangs = world.nodes[0]
-    os.kill(hangs.pid, signal.SIGSTOP)
+    stop(hangs.pid)
     try:
         began = time.monotonic()
         world.put(client)

@@ -19,7 +19,7 @@ from kvstore.limits import ERASED_COPIES_REFUSED_MS
 from kvstore.names import SHARED, domain_of, in_domain
 from kvstore.node.deletions import Erasures
 from kvstore.sealing.masters import new_master_file
-from tests.cluster.test_upkeep import COUNT, WAIT_S, Stranger, World, data, has_looked, one_key
+from tests.cluster.test_upkeep import COUNT, WAIT_S, World, data, has_looked, one_key
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def test_an_erased_user_is_removed_from_all_nodes_and_no_copy_restores_them(worl
 
 def test_a_copy_that_arrives_after_an_erasure_is_refused(world: World) -> None:
     sender, receiver = world.nodes[:2]
-    other = Stranger(receiver, *world.leases()[sender.target])
+    other = world.stranger(receiver, sender)
     plain = [one_key() for _ in range(2)]
     keys = [in_domain(plain[0], ADA), in_domain(plain[1], GRACE), one_key()]
     answer = other.offer(keys)

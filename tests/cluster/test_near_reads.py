@@ -25,6 +25,7 @@ from kvstore.names import block_key
 from tests.cluster.real_etcd import RealEtcd
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -180,7 +181,7 @@ def test_a_nearest_node_that_hangs_or_dies_costs_a_first_try_and_no_block(racks:
     keys = racks.put()
     client = racks.of_zone("rack-2")
     assert got(client, keys[:1]) == 1
-    os.kill(racks.near.pid, signal.SIGSTOP)
+    stop(racks.near.pid)
     try:
         began = time.monotonic()
         assert got(client, keys) == COUNT

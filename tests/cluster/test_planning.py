@@ -12,6 +12,7 @@ from kvstore.cluster.map import Map, Member
 from kvstore.cluster.planning import Plan, with_change
 from kvstore.limits import UPKEEP_BYTES_PER_S
 from tests.cluster.test_cluster import Cluster, cluster, command
+from tests.stopping import stop
 
 __all__ = ["cluster"]
 GIB = 1 << 30
@@ -68,7 +69,7 @@ def test_a_member_whose_bytes_are_unknown_counts_like_the_others() -> None:
 
 def test_a_member_that_does_not_answer_is_named_and_the_plan_is_made(cluster: Cluster) -> None:
     silent = cluster.nodes[2]
-    os.kill(silent.pid, signal.SIGSTOP)
+    stop(silent.pid)
     try:
         shown = command(cluster.nodes[0], "plan", "127.0.0.1:1", "--zone", "rack 2")
     finally:

@@ -19,6 +19,7 @@ from kvstore.names import block_key
 from tests.cluster.test_cluster import Cluster, cluster
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
@@ -66,7 +67,7 @@ def test_a_home_that_hangs_and_returns_serves_none_of_its_old_state(cluster: Clu
     assert {one.session for one in nodes.of(user).sessions(user)} == {"another answer", "chat"}
     first = home(cluster, user)
     old = nodes.of(user).session(user, "chat")
-    os.kill(first.pid, signal.SIGSTOP)
+    stop(first.pid)
     try:
         wait_until(lambda: keys(nodes, user) == [], "another node orders the user's sessions", WAIT_S)
         assert home(cluster, user) is not first

@@ -124,6 +124,17 @@ class World:
 
         return asyncio.run(ask())
 
+    def stranger(self, receiver: NodeProcess, sender: NodeProcess) -> Stranger:
+        """Who speaks to the receiver as the sender does, once the receiver's map has the sender's present lease."""
+        strangers: list[Stranger] = []
+
+        def is_known() -> bool:
+            strangers.append(Stranger(receiver, *self.leases()[sender.target]))
+            return strangers[-1].offer([one_key()], surely=False).refused == ""
+
+        wait_until(is_known, "the receiver knows the sender", WAIT_S)
+        return strangers[-1]
+
 
 class Stranger(NamedTuple):
     """What speaks to a node as another one does."""
@@ -271,7 +282,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 @pytest.fixture
 def other(pair: World) -> Stranger:
     """The first node, as the second one hears it."""
-    return Stranger(pair.nodes[1], *pair.leases()[pair.nodes[0].target])
+    return pair.stranger(pair.nodes[1], pair.nodes[0])
 
 
 def one_key() -> bytes:

@@ -11,7 +11,7 @@ import pytest
 
 from kvcli.running import Status
 from kvstore.cli import main
-from kvstore.demo.node_process import lasting_port
+from tests.ports import next_port
 
 if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
@@ -52,7 +52,7 @@ def test_commands_that_call_a_node_share_the_exit_statuses(
     assert out or name == "watch", "a program gets an object, whatever the answer is"
     json.loads(out or "{}")
 
-    away, unusable = f"127.0.0.1:{lasting_port()}", tmp_path / "ca.pem"
+    away, unusable = f"127.0.0.1:{next_port()}", tmp_path / "ca.pem"
     unusable.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     for expected, (status, out, err) in (
         (Status.FAILED, ends(node=away)),

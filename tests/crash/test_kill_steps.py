@@ -8,8 +8,6 @@ what was asked for is untouched; every block that is said to have come is exact;
 from __future__ import annotations
 
 import mmap
-import os
-import signal
 import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -24,6 +22,7 @@ from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 from nic_offload.match_action import Action, ActionKind, Pattern, Request, Rule, Table
 from tests.nic_offload.rig import wait_until
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,7 +94,7 @@ class StepsRig:
     @contextmanager
     def dying(self) -> Iterator[None]:
         """The node answers nothing any more; and while that is waited for, it is killed."""
-        os.kill(self.node.pid, signal.SIGSTOP)
+        stop(self.node.pid)
         killer = threading.Timer(STOPPED_S, self.node.kill)
         killer.start()
         try:

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.demo.node_process import lasting_port
+from tests.ports import next_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -134,7 +134,7 @@ def cpp_environment() -> dict[str, str]:
 def _ports() -> dict[str, str]:
     taken: set[int] = set()
     while len(taken) < len(_PORTS):
-        taken.add(lasting_port())
+        taken.add(next_port())
     return dict(zip(_PORTS, map(str, sorted(taken)), strict=True))
 
 
@@ -147,7 +147,7 @@ def _environment(ports: Mapping[str, str]) -> dict[str, str]:
     unwanted = ("TRIGGERKV", "PYTEST", "PYTHON")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     etcd = f"http://127.0.0.1:{ports['2379']}"
-    peers = f"http://127.0.0.1:{lasting_port()}"
+    peers = f"http://127.0.0.1:{next_port()}"
     places = [str(Path(sys.executable).parent), str(ROOT / ".venv/bin"), str(ROOT / ".cache/etcd")]
     return kept | {
         "PATH": os.pathsep.join([*places, kept.get("PATH", "")]),

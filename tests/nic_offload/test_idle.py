@@ -182,7 +182,7 @@ def test_many_bells_ring_without_a_listener() -> None:
 
 def test_the_search_for_sockets_takes_little_time_however_many_there_are() -> None:
     """Each of 40 attaches a second once caused a search of all sockets, for each among all endpoints."""
-    with Fabric("net", address="127.0.0.1") as fabric:
+    with Fabric("net", address="127.0.0.1", answer_timeout_ms=60_000) as fabric:  # as it closes hundreds
         endpoints = [fabric.open_endpoint() for _ in range(ENDPOINTS)]
         before, until = fabric.statistics(), time.monotonic() + 1.0
         while time.monotonic() < until:

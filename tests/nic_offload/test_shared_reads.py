@@ -202,7 +202,7 @@ def tell(client: Client, rows: Rows, blocks: Sequence[Wanted], number: int, **ot
     row = Row(
         100 + number,
         one.offset,
-        after_ms(1000),
+        after_ms(20_000),
         0,
         crc32c(client.node[one.offset : one.offset + one.length]),
     )

@@ -193,5 +193,6 @@ class HeldDrive:
 
 def kept_in(inside: Node) -> list[Piece]:
     """Return the pieces that a node's hot memory keeps."""
+    inside.take_note()  # a client may know of a block before the index does
     every = [one for drive in inside.store.drives for one in drive._index.generations().tolist()]
     return [piece for one in every if (piece := inside.hot.pages.peek(one)) is not None]

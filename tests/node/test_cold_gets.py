@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.node("in process")
 
 WAIT_S = 20.0
-SHORT_S = 0.2
+SHORT_S = 1.0
 DEPTH = 1  # reads of a pipe that are under way together would take from it in any order
 LENGTH = 50_000
 

@@ -27,6 +27,7 @@ from kvstore.wire.status import ERROR_NAME
 from nic_offload.fabric import Fabric
 from nic_offload.sockaddr import SocketAddress, ip_of
 from tests.conftest import small_client, small_node
+from tests.ports import next_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -265,14 +266,8 @@ def health_of(target: str) -> int:
         return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S, wait_for_ready=True).status)
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def test_a_node_that_cannot_reach_itself_is_not_ready_reports_why_and_retries(tmp_path: Path) -> None:
-    grpc_port, http_port = free_port(), free_port()
+    grpc_port, http_port, port = next_port(), next_port(), next_port()
     command = [
         sys.executable,
         "-m",
@@ -287,9 +282,8 @@ def test_a_node_that_cannot_reach_itself_is_not_ready_reports_why_and_retries(tm
     command += ["--hot", "128MiB", "--listen", f"127.0.0.1:{grpc_port}", "--http", f"127.0.0.1:{http_port}"]
     url = f"http://127.0.0.1:{http_port}"
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", port))
         taken.listen()
-        port = taken.getsockname()[1]
         command += ["--fabric-ports", str(port)]
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         node = subprocess.Popen(command, text=True, **pipes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -21,12 +20,13 @@ from kvstore.wire.keepalive import server_keepalive_options
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-INTERVAL_MS = 200
+INTERVAL_MS = 1500  # a client may have no core for a while, and is no lost one
 WAIT_S = 20.0
 ATTACHED = """
 import sys
@@ -56,10 +56,10 @@ def attached(
 def test_a_stopped_client_loses_its_slots_within_two_intervals(tmp_path: Path) -> None:
     with NodeInProcess(tmp_path, options=server_keepalive_options(INTERVAL_MS)) as node:
         with attached(node.target) as process:
-            quiet_until = time.monotonic() + 5 * INTERVAL_MS / 1000
+            quiet_until = time.monotonic() + 3 * INTERVAL_MS / 1000
             wait_until(lambda: time.monotonic() > quiet_until, "it has been quiet for a while")
             assert node.call(len) == 1
-            os.kill(process.pid, signal.SIGSTOP)
+            stop(process.pid)
             stopped_s = time.monotonic()
             wait_until(lambda: node.call(len) == 0, "the node has let it go")
             assert time.monotonic() - stopped_s < 2 * INTERVAL_MS / 1000 + 5.0  # the machine may be busy
@@ -87,7 +87,7 @@ def test_a_real_node_drops_a_stopped_client_in_ten_seconds(tmp_path: Path) -> No
         quiet_until = time.monotonic() + KEEPALIVE_MS / 1000
         wait_until(lambda: time.monotonic() > quiet_until, "it has been quiet for a while")
         assert asks.status().connections == 1
-        os.kill(process.pid, signal.SIGSTOP)
+        stop(process.pid)
         stopped_s = time.monotonic()
         wait_until(lambda: asks.status().connections == 0, "the node has let it go", 30.0)
         assert time.monotonic() - stopped_s < 2 * KEEPALIVE_MS / 1000 + 5.0
@@ -128,7 +128,7 @@ def test_a_client_whose_host_vanished_loses_its_slots_too(tmp_path: Path) -> Non
         NodeInProcess(tmp_path, options=server_keepalive_options(INTERVAL_MS), host=ours) as node,
         attached(node.target, within=("ip", "netns", "exec", name), address=theirs),
     ):
-        quiet_until = time.monotonic() + 5 * INTERVAL_MS / 1000
+        quiet_until = time.monotonic() + 3 * INTERVAL_MS / 1000
         wait_until(lambda: time.monotonic() > quiet_until, "it has been quiet for a while")
         assert node.call(len) == 1
         run(f"ip -n {name} link set {name}b down")

@@ -17,12 +17,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from kvcli.version import VERSION
 from kvstore.client import Block, Client, Hit
 from kvstore.config import NodeConfig
-from kvstore.demo.node_process import NodeProcess, lasting_port
+from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import ConfigError
 from kvstore.limits import SPANS_STOP_MS
 from kvstore.names import block_key
 from nic_offload.flags import FlagWords
 from tests.nic_offload.rig import wait_until
+from tests.ports import next_port
 from tests.tracing import Kept
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def test_an_absent_collector_loses_spans_and_nothing_else(tmp_path: Path, how: s
     hanging = Receiver(hangs=True)
     silent = socket.create_server(("127.0.0.1", 0))
     endpoint = {
-        "refuses": f"http://127.0.0.1:{lasting_port()}",
+        "refuses": f"http://127.0.0.1:{next_port()}",
         "hangs in its call": hanging.endpoint,
         "takes connections and says nothing": f"http://127.0.0.1:{silent.getsockname()[1]}",
     }[how]
@@ -176,7 +177,7 @@ def test_an_absent_collector_loses_spans_and_nothing_else(tmp_path: Path, how: s
 
 
 def test_a_collector_that_returns_gets_spans_again(tmp_path: Path) -> None:
-    port = lasting_port()
+    port = next_port()
     with start(tmp_path, f"http://127.0.0.1:{port}") as node:
         exists(node.target, TRACEPARENT[1])
         wait_until(lambda: "accepts no spans; the node continues" in node.log(), "the log line")

@@ -20,6 +20,7 @@ from kvstore.node.ui_state import cluster
 from tests.conftest import ClientWithBuffers, small_client, small_node
 from tests.node.browser import BROWSER, Browser
 from tests.node.test_http import ask, bearer, http_url
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +96,7 @@ def test_all_work_is_shown_and_names_stay_text(node: NodeProcess, browser: Brows
 @in_a_browser
 def test_a_hanging_node_dims_the_page_until_it_answers(node: NodeProcess, browser: Browser) -> None:
     browser.open(http_url(node))
-    os.kill(node.pid, signal.SIGSTOP)
+    stop(node.pid)
     try:
         browser.wait("document.querySelector('main').className === 'stale'")
         status = browser.text("#status")

@@ -300,10 +300,10 @@ def test_a_call_without_steps_waits_until_its_tenant_has_paused(node: NodeInProc
             (stub.CancelFetch, pb.CancelFetchRequest(connection=number, blocks=[cancelled])),
             (stub.WhyFailed, pb.WhyFailedRequest(connection=number, generations=[1])),
         ):
-            node.call(rest)
             began = time.monotonic()
+            node.call(rest)
             call(request, timeout=WAIT_S)
-            assert time.monotonic() - began > RESTS_S / 2
+            assert time.monotonic() - began >= RESTS_S
         over.set()
         attached.cancel()
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from kvstore.errors import DeadlineExceeded, NodeUnavailable, Overloaded
-from kvstore.limits import BATCH_BLOCKS_MAX, PREFETCHES_MAX, SHARES
+from kvstore.limits import BATCH_BLOCKS_MAX, PREFETCHES_MAX, RPC_TIMEOUT_MS, SHARES
 from kvstore.miss import MissReason
 from kvstore.names import block_key
 from kvstore.node import steps_service
@@ -22,6 +22,7 @@ from kvstore.wire import steps_pb2 as pb
 from tests.conftest import small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import HOT_BYTES, NodeInProcess
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -120,7 +121,7 @@ def test_prefetches_are_bounded(here: NodeInProcess, client: Client) -> None:
     begun_s = time.monotonic()
     with pytest.raises(Overloaded):
         client.prefetch([key(19)])
-    assert time.monotonic() - begun_s < 1.0
+    assert time.monotonic() - begun_s < RPC_TIMEOUT_MS / 2000
     here.call(lambda node: busy(node, is_busy=False))
     assert client.prefetch([key(19)]).unread == []
 
@@ -184,7 +185,7 @@ def test_an_unresponsive_node_costs_each_call_its_deadline_and_a_report_nothing(
         chat = client.session("ada", "chat")
         client.put_inline(key(0), b"x")
         chat.append([key(0)], 16)
-        os.kill(node.pid, signal.SIGSTOP)
+        stop(node.pid)
         for call in (chat.trace, lambda: client.prefetch([key(0)])):
             begun_s = time.monotonic()
             with pytest.raises((DeadlineExceeded, NodeUnavailable)):

@@ -117,7 +117,7 @@ def reasons_of_misses(bench: Bench) -> Told:
     client = bench.client
     bench.fill(b"miss")
     client.put([bench.block(number) for number in range(3)])
-    soon_ms = int(time.time() * 1000) + 50
+    soon_ms = int(time.time() * 1000) + 1500
     client.put_inline(block_key(b"short"), b"KV", expires_unix_ms=soon_ms)
     told: Told = [client.delete([bench.block(0).key, bench.block(7).key])]
     told.append(bench.get([bench.block(0), bench.block(1, length=SIZE - 1)]))
