@@ -19,6 +19,7 @@ struct tk_shelf;
 struct tk_desk;
 struct tk_sender;
 struct tk_pieces;
+struct tk_direct;
 
 /* Shared with the cffi build, as in core.h. */
 /* cdef begin */
@@ -85,6 +86,35 @@ void tk_shelf_rename(struct tk_shelf *shelf, const uint64_t *ids, const uint64_t
 int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, struct tk_desk **out);
 void tk_desk_answers(struct tk_desk *desk, int answers); /* initially the application answers all calls */
 void tk_desk_close(struct tk_desk *desk);		 /* its endpoint is closed */
+/* Direct reads of clients on the same machine; see directory.c, desk_log.c and direct.c. */
+#define TK_DIRECTORY_HEAD_BYTES 4096
+#define TK_DIRECTORY_SLOT_BYTES 128
+#define TK_READ_LOG_BYTES 69632
+#define TK_DIRECT_BLOCKS 1024 /* in one get */
+struct tk_direct_setup {
+	uint64_t directory, directory_bytes; /* the node's, mapped here; all three outlive `tk_direct_close` */
+	uint64_t memory, memory_bytes;
+	uint64_t log;
+	uint8_t owner[TK_OWNER_BYTES];
+};
+struct tk_direct_block {
+	uint8_t key[TK_KEY_BYTES];
+	uint32_t length, skip, part; /* of the stored block; a `part` of 0: all */
+	uint32_t is_scattered;	     /* out: it is in the pieces */
+	uint64_t address, pieces;    /* where it is wanted; pieces of another length are not used */
+};
+/* `memory` is a head and a power of two of slots, zeroed, and stays until the fabric is closed. The shelf is empty. */
+int tk_shelf_share(struct tk_shelf *shelf, void *memory, size_t bytes);
+/* `log`: TK_READ_LOG_BYTES, zeroed, until the desk has another or is closed; NULL: none. The peer may read
+ * directly whenever the desk answers. */
+void tk_desk_log(struct tk_desk *desk, void *log);
+int tk_direct_open(const struct tk_direct_setup *setup, struct tk_direct **out);
+/* Returns 1 if all blocks have been read; 0: make a call. Blocks of more than `bytes_max` together are not read. */
+int tk_direct_read(struct tk_direct *direct, const uint8_t *fingerprint, struct tk_direct_block *blocks, uint32_t count,
+		   uint64_t bytes_max, const void *metadata, uint32_t metadata_bytes);
+uint64_t tk_direct_blocks(const struct tk_direct *direct); /* how many were read */
+void tk_direct_close(struct tk_direct *direct);		   /* when it returns, nothing is read any more */
+void tk_direct_free(struct tk_direct *direct);
 int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes); /* returns the bytes of whole records */
 
 /* Calls of a client to its node; see caller.c. */

@@ -46,6 +46,9 @@ int tk_desk_open(struct tk_shelf *shelf, const struct tk_desk_setup *setup, stru
 void tk_desk_answers(struct tk_desk *desk, int answers)
 {
 	__atomic_store_n(&desk->answers, answers, __ATOMIC_RELEASE);
+	pthread_mutex_lock(&desk->shelf->lock);
+	desk_open_log(desk, answers);
+	pthread_mutex_unlock(&desk->shelf->lock);
 }
 
 void tk_desk_close(struct tk_desk *desk)
@@ -56,6 +59,7 @@ void tk_desk_close(struct tk_desk *desk)
 	while (*link != desk)
 		link = &(*link)->next;
 	*link = desk->next;
+	desk_close_log(desk);
 	for (uint32_t place = 0; place < TK_CALL_PLACES; place++)
 		desk_let_go(desk, place);
 	pthread_mutex_unlock(&shelf->lock);
@@ -66,6 +70,7 @@ int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes)
 {
 	size_t taken = 0;
 	pthread_mutex_lock(&shelf->lock);
+	shelf_take_notes(shelf);
 	while (shelf->first && shelf->first->told.bytes <= out_bytes - taken) {
 		struct served *served = shelf->first;
 		memcpy((char *)out + taken, &served->told, sizeof served->told);
@@ -160,13 +165,26 @@ uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint6
 
 /* Returns the id by which a block's use is reported; 0: there is no block. Uses of a block that has no lasting id yet
  * are reported when it gets one. */
-static uint64_t note_use(struct shelved *block)
+uint64_t note_use(struct shelved *block)
 {
 	if (!block)
 		return 0;
 	if (block->block.id & LANDED_ID)
 		block->was_used = 1;
 	return block->block.id;
+}
+
+struct served *desk_new_note(struct tk_shelf *shelf, size_t rest_bytes)
+{
+	size_t told_bytes = sizeof(struct tk_served) + rest_bytes;
+	if (shelf->served_bytes + told_bytes > SERVED_BYTES_MAX)
+		return NULL;
+	struct served *served = malloc(sizeof *served + rest_bytes);
+	if (!served)
+		return NULL;
+	*served = (struct served){.told = {.bytes = (uint32_t)told_bytes}};
+	shelf->served_bytes += told_bytes;
+	return served;
 }
 
 /* Under the shelf's lock: makes the report about a call, which is delivered when the call is over. */
@@ -176,29 +194,20 @@ struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, con
 	uint32_t ids = call_fetches(head->kind) ? head->blocks : 0;
 	size_t ids_bytes = ids * sizeof(uint64_t);
 	size_t rows_bytes = cold ? sizeof(struct tk_cold_head) + head->blocks * sizeof(struct tk_cold_row) : 0;
-	size_t told_bytes = sizeof(struct tk_served) + ids_bytes + head->metadata_bytes + rows_bytes;
-	if (shelf->served_bytes + told_bytes > SERVED_BYTES_MAX)
-		return NULL;
-	struct served *served = malloc(sizeof *served + ids_bytes + head->metadata_bytes + rows_bytes);
+	struct served *served = desk_new_note(shelf, ids_bytes + head->metadata_bytes + rows_bytes);
 	if (!served)
 		return NULL;
-	served->next = NULL;
 	served->left = head->blocks;
-	served->has_unsent = 0;
-	served->told = (struct tk_served){
-		.desk = desk->setup.tag,
-		.began_ns = tk_now_ns(),
-		.size_bytes = bytes,
-		.bytes = (uint32_t)told_bytes,
-		.blocks = head->blocks,
-		.metadata_bytes = head->metadata_bytes,
-		.cold = cold,
-		.is_prefix = head->kind == CALL_PREFIX,
-	};
+	served->told.desk = desk->setup.tag;
+	served->told.began_ns = tk_now_ns();
+	served->told.size_bytes = bytes;
+	served->told.blocks = head->blocks;
+	served->told.metadata_bytes = head->metadata_bytes;
+	served->told.cold = cold;
+	served->told.is_prefix = head->kind == CALL_PREFIX;
 	for (uint32_t i = 0; i < ids; i++)
 		served->rest[i] = note_use(shelf->found[i]);
 	memcpy(served->rest + ids, head + 1, head->metadata_bytes);
-	shelf->served_bytes += told_bytes;
 	return served;
 }
 
@@ -253,14 +262,20 @@ void desk_send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk
 }
 
 /* Under the shelf's lock. */
-void desk_list_served(struct tk_shelf *shelf, struct served *served)
+void desk_append_note(struct tk_shelf *shelf, struct served *served)
 {
-	served->told.ended_ns = tk_now_ns();
 	if (shelf->last)
 		shelf->last->next = served;
 	else
 		shelf->first = served;
 	shelf->last = served;
+}
+
+/* Under the shelf's lock. */
+void desk_list_served(struct tk_shelf *shelf, struct served *served)
+{
+	served->told.ended_ns = tk_now_ns();
+	desk_append_note(shelf, served);
 	if (served->told.cold)
 		cold_tell(shelf, served);
 }
@@ -295,6 +310,14 @@ static int answer_prefix(struct tk_fabric *fabric, struct tk_desk *desk, const s
 	return 1;
 }
 
+/* A client with a full log makes calls until there is room again. */
+static void take_notes(struct tk_desk *desk)
+{
+	pthread_mutex_lock(&desk->shelf->lock);
+	desk_take_notes(desk);
+	pthread_mutex_unlock(&desk->shelf->lock);
+}
+
 int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 {
 	struct tk_desk *desk = landing->desk;
@@ -307,6 +330,8 @@ int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 		return 0;
 	if (head->kind == CALL_PREFIX)
 		return answer_prefix(fabric, desk, head);
+	if (desk->setup.shares && head->flags & CALL_SHARES)
+		take_notes(desk);
 	if (desk->setup.shares && head->flags & CALL_SHARES && desk_answer_where(fabric, desk, landing, head))
 		return 1;
 	uint64_t sent_bytes = 0;

@@ -1,5 +1,5 @@
 /*
- * Shared by the files of a desk: desk.c, desk_cold.c and desk_where.c. Called under the shelf's lock, unless marked.
+ * Shared by the files of a desk: desk.c, desk_cold.c, desk_where.c and desk_log.c. Called under the shelf's lock, unless marked.
  */
 #ifndef TRIGGERKV_DESK_INSIDE_H
 #define TRIGGERKV_DESK_INSIDE_H
@@ -15,6 +15,9 @@ void desk_give_back(struct tk_shelf *shelf, uint32_t count); /* releases blocks 
 /* The application's record of an answered call, with a row for each block if some are cold. */
 struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
 			 uint32_t cold);
+struct served *desk_new_note(struct tk_shelf *shelf, size_t rest_bytes); /* without anything but its length */
+void desk_append_note(struct tk_shelf *shelf, struct served *served);
+uint64_t note_use(struct shelved *block); /* the id by which a use is reported */
 void desk_forget_note(struct tk_shelf *shelf, struct served *served);
 void desk_list_served(struct tk_shelf *shelf, struct served *served);
 
@@ -32,6 +35,12 @@ void desk_send_word(struct tk_fabric *fabric, struct work *work, const struct tk
 /* desk_cold.c; the first without the lock */
 int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struct call_head *head);
 void cold_tell(struct tk_shelf *shelf, const struct served *served);
+
+/* desk_log.c */
+void desk_open_log(struct tk_desk *desk, int is_open);
+void desk_close_log(struct tk_desk *desk);
+void desk_take_notes(struct tk_desk *desk);
+void shelf_take_notes(struct tk_shelf *shelf); /* of all desks */
 
 /* desk_where.c; without the lock */
 void desk_called_again(struct tk_desk *desk, const struct tk_landing *landing); /* in the same place */

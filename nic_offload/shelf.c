@@ -79,6 +79,7 @@ void shelf_unlist(struct tk_shelf *shelf, struct shelved *block)
 		link = &(*link)->next_named;
 	*link = block->next_named;
 	block->listed = 0;
+	directory_unlist(shelf, block);
 	forget_if_idle(shelf, block);
 }
 
@@ -148,6 +149,7 @@ int shelf_list(struct tk_shelf *shelf, const struct tk_shelved *block)
 	kept->next_known = *known;
 	*known = kept;
 	shelf->count++;
+	directory_list(shelf, kept);
 	return 0;
 }
 
@@ -269,6 +271,7 @@ static void free_shelf(struct tk_shelf *shelf)
 		next = served->next;
 		free(served);
 	}
+	directory_free(shelf);
 	pthread_mutex_destroy(&shelf->lock);
 	names_free(&shelf->stored);
 	free(shelf->named);

@@ -14,7 +14,7 @@
 struct shelved {
 	struct tk_shelved block;
 	struct shelved *next_named, *next_known; /* in their chains */
-	uint32_t sending;
+	uint32_t sending, slot; /* 1 more than the number of its slot in the directory; 0: it has none */
 	int listed, was_used; /* answered while its id was one of those that blocks land with */
 };
 
@@ -41,6 +41,9 @@ struct tk_desk {
 	int answers;	     /* atomic */
 	struct held held[TK_CALL_PLACES]; /* by the place of the call; under the shelf's lock */
 	uint64_t held_bytes;
+	struct read_log *log;	  /* of its peer's direct reads; NULL: it makes none. Under the shelf's lock */
+	struct tk_desk *next_logged;
+	uint64_t log_taken;
 	uint64_t under_way_bytes; /* used only by the thread that runs the rounds */
 };
 
@@ -73,7 +76,8 @@ struct tk_shelf {
 	uint32_t chains, count;
 	uint64_t landed; /* ids given to blocks that have landed */
 	uint64_t came;	 /* atomic: rows that receivers have noted for the application */
-	struct tk_desk *desks;
+	struct tk_desk *desks, *logged;
+	struct directory *directory; /* NULL: clients can't read blocks by themselves */
 	struct served *first, *last; /* calls that are over, and not taken yet */
 	size_t served_bytes;	     /* of these calls, and of those under way */
 	struct cold cold;
@@ -84,5 +88,12 @@ int shelf_list(struct tk_shelf *shelf, const struct tk_shelved *block);
 struct shelved *shelf_find(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key);
 void shelf_unlist(struct tk_shelf *shelf, struct shelved *block);
 void shelf_let_go(struct tk_shelf *shelf, struct shelved *block);
+
+/* directory.c */
+void directory_list(struct tk_shelf *shelf, struct shelved *block);
+void directory_unlist(struct tk_shelf *shelf, struct shelved *block);
+void directory_free(struct tk_shelf *shelf);
+/* The block that is in a slot whose `seq` is this; NULL: none any more. */
+struct shelved *directory_block(struct tk_shelf *shelf, uint32_t slot, uint64_t seq);
 
 #endif

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload._core import ffi, lib
 from nic_offload.errors import FabricError
+from nic_offload.memory import address_of
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Iterator, Mapping, Sequence
 
     from typing_extensions import Buffer
@@ -36,6 +38,7 @@ __all__ = [
     "Served",
     "Shelf",
     "Shelved",
+    "directory_bytes",
     "place_of",
 ]
 
@@ -55,6 +58,12 @@ _PLACE_BYTES = ffi.sizeof("struct tk_place")
 _WORD_MASK = (1 << 64) - 1
 IN_MEMORY = (1 << 32) - 1
 RENAMED_USED = int(lib.TK_RENAMED_USED)
+
+
+def directory_bytes(blocks: int) -> int:
+    """The size of a directory with a slot for each of so many blocks, rounded up."""
+    slots = 1 << max(blocks - 1, 1023).bit_length()
+    return int(lib.TK_DIRECTORY_HEAD_BYTES) + slots * int(lib.TK_DIRECTORY_SLOT_BYTES)
 
 
 class Shelved(NamedTuple):
@@ -194,6 +203,12 @@ class Shelf:
         if not self._fabric.closed:
             lib.tk_shelf_stored(self.handle, names, len(names) // _NAME_BYTES, are_stored)
 
+    def share(self, memory: mmap.mmap) -> None:
+        """List its blocks there too, for clients that map it: `directory_bytes`, zeroed. The shelf is empty."""
+        code = lib.tk_shelf_share(self.handle, ffi.cast("void *", address_of(memory)), len(memory))
+        if code:
+            raise FabricError.from_code("Sharing the directory of a node's memory", code)
+
     def use_readers(self, readers: Mapping[int, Reader], tag: int, bytes_max: int) -> None:
         """Answer calls from these drives, with up to `bytes_max` being read at a time; events CAME have this tag."""
         setup = ffi.new("struct tk_cold_setup *")
@@ -324,6 +339,10 @@ class Desk:
     def answers(self, *, answers: bool) -> None:
         """Set whether it answers what it can."""
         lib.tk_desk_answers(self.handle, answers)
+
+    def log(self, address: int) -> None:
+        """Let the peer read blocks directly, and note that in this log, `direct.LOG_BYTES` long; 0: no longer."""
+        lib.tk_desk_log(self.handle, ffi.cast("void *", address))
 
     def cancel(self, generations: Sequence[int]) -> int:
         """Stop sending blocks that are being read, by their words' generations; returns how many were not sent."""

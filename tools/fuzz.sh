@@ -29,8 +29,8 @@ fuzz_c() { # what is fuzzed, and the files of it
   "$out/$name-fuzzer" -runs="$c_runs" -max_len=2200 -verbosity=0 -print_final_stats=1 \
     -artifact_prefix="$out/find-$name-" "$out/$name"
 }
-shared=(shelf.c names.c seal.c siphash.c crc32c.c)
-fuzz_c desk desk.c desk_cold.c desk_where.c "${shared[@]}"
+shared=(directory.c shelf.c names.c seal.c siphash.c crc32c.c)
+fuzz_c desk desk.c desk_cold.c desk_log.c desk_where.c "${shared[@]}"
 fuzz_c receiver receiver.c receiver_puts.c atomic_words.c "${shared[@]}"
 
 atheris=.cache/atheris

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvstore.client.block_calls import Explained, Pin, Prefix, Stored
     from kvstore.client.blocks import Block, HasFingerprint, Hit, PutResult
     from kvstore.client.erasing import Erasure
-    from kvstore.client.gets import Get, NoGet
+    from kvstore.client.gets import EndedGet, Get
     from kvstore.client.grpc_blocks import Data
     from kvstore.client.grpc_gets import GrpcGet
     from kvstore.client.observing import Happened, LookedUp
@@ -325,7 +325,7 @@ class Client(Handle):
         layout: Layout | None = None,
         timeout_s: float | None = None,
         ended: Ended | None = None,
-    ) -> Get | GrpcGet | NoGet:
+    ) -> Get | GrpcGet | EndedGet:
         """Start a get without waiting for it. `wait(n)` of the returned object waits for the first `n` blocks.
 
         The node sends them in order. `ended` is called with all outcomes when they are known, in a thread of the

@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from kvstore.client.blocks import pieces_of, put_into
+from kvstore.client.blocks import Hit, pieces_of, put_into
 from kvstore.client.call_routes import Reserving
 from kvstore.client.checks import (
     are_pieces,
@@ -22,7 +22,7 @@ from kvstore.client.checks import (
     check_reserved,
     checked_timeout,
 )
-from kvstore.client.gets import Get, NoGet
+from kvstore.client.gets import EndedGet, Get, read_directly
 from kvstore.client.link import ARMED_BLOCKS_MAX
 from kvstore.client.puts import ArmedPuts, Said
 from kvstore.client.request_ids import current_request
@@ -36,7 +36,7 @@ from kvstore.errors import (
     NotEncrypted,
     Overloaded,
 )
-from kvstore.limits import BATCH_BLOCKS_MAX, GET_BLOCKS_MAX
+from kvstore.limits import BATCH_BLOCKS_MAX, DIRECT_AHEAD_BYTES_MAX, DIRECT_BYTES_MAX, GET_BLOCKS_MAX
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, UNSAID
@@ -45,7 +45,7 @@ from kvstore.reach import GRPC
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.client.blocks import Block, Hit
+    from kvstore.client.blocks import Block
     from kvstore.client.core import Core
     from kvstore.client.gets import Ended
     from kvstore.client.link import Link
@@ -187,7 +187,7 @@ class FabricTransport:
         timeout_s: float | None,
         watch: Watch | None,
         ended: Ended | None,
-    ) -> Get | NoGet:
+    ) -> Get | EndedGet:
         """As `Client.getting`."""
         if are_pieces(blocks):
             raise InvalidArgument("A block of pieces can't be fetched in the background: use `get`.")
@@ -202,7 +202,7 @@ class FabricTransport:
         ended: Ended | None,
         *,
         is_awaited: bool,
-    ) -> Get | NoGet:
+    ) -> Get | EndedGet:
         core = self._core
         check_gets(core.open_fabric, blocks, BATCH_BLOCKS_MAX)
         fingerprint = core.fingerprint if layout is None else layout.fingerprint
@@ -213,6 +213,12 @@ class FabricTransport:
         timeout_s = checked_timeout(core.reach.get_timeout_s if timeout_s is None else timeout_s)
         deadline_ns = began_ns + int(timeout_s * 1e9)
         try:
+            # A watch and a span learn each step of the call, and reports of earlier look-ups go along with it.
+            if watch is None and span is None and timeout_s > 0 and not core.lookups:
+                bytes_max = DIRECT_BYTES_MAX if is_awaited else DIRECT_AHEAD_BYTES_MAX
+                scattered = read_directly(core.proved, blocks, fingerprint, request_id, bytes_max)
+                if scattered is not None:
+                    return EndedGet([Hit(block.key) for block in blocks], scattered, ended)
             link = core.attached(timeout_s)
             with core.lock:
                 if link.error is not None:
@@ -221,7 +227,7 @@ class FabricTransport:
         except KvError as error:
             core.lookups.failed(request_id, Kind.FETCH, len(blocks), began_ns, error)
             reason = MissReason.BUSY if isinstance(error, Overloaded) else MissReason.NODE_AWAY
-            return NoGet(len(blocks), Miss(reason, str(error)), ended)
+            return EndedGet.missed(len(blocks), Miss(reason, str(error)), ended)
         core.asking.fetch(link, get, fingerprint, request_id, deadline_ns, watch, span)
         return get
 

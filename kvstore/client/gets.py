@@ -23,7 +23,16 @@ from kvstore.limits import FETCH_CANCEL_MS, WAIT_SLICE_S
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.ack import AckCode, miss_of_code
-from kvstore.wire.fabric_call import AnswerCode, CallKind, FetchRow, rows_of_fetch, rows_of_parts
+from kvstore.wire.fabric_call import (
+    AnswerCode,
+    CallKind,
+    FetchRow,
+    header_bytes,
+    rows_of_fetch,
+    rows_of_parts,
+)
+from kvstore.wire.lookup_messages import REQUEST_HEADER
+from nic_offload.direct import BLOCKS_MAX
 from nic_offload.fabric import EventKind
 from nic_offload.group import Group
 from nic_offload.trigger import AckWatch, watch_acks
@@ -36,7 +45,7 @@ if TYPE_CHECKING:
     from kvstore.client.link import Host, Link
     from nic_offload.fabric import Event, Region
 
-__all__ = ["Ended", "Get", "NoGet", "survivable"]
+__all__ = ["Ended", "EndedGet", "Get", "read_directly", "survivable"]
 
 log = logging.getLogger(__name__)
 
@@ -60,21 +69,59 @@ def survivable(ended: Ended) -> Ended:
     return survived
 
 
-class NoGet:
-    """A batch that could not be started: a miss for each block, at once."""
+class EndedGet:
+    """A batch whose outcomes are known at once: it could not be started, or was read directly."""
 
-    def __init__(self, blocks: int, miss: Miss, ended: Ended | None) -> None:
-        self._outcomes: list[Hit | Miss] = [miss] * blocks
+    def __init__(self, outcomes: list[Hit | Miss], scattered: list[bool], ended: Ended | None) -> None:
+        self._outcomes, self._scattered = outcomes, scattered
         if ended is not None:
             ended(self._outcomes)
 
+    @classmethod
+    def missed(cls, blocks: int, miss: Miss, ended: Ended | None) -> EndedGet:
+        """A miss for each block."""
+        return cls([miss] * blocks, [False] * blocks, ended)
+
     def scattered(self) -> list[bool]:
         """As of a `Get`."""
-        return [False] * len(self._outcomes)
+        return self._scattered
 
     def wait(self, first: int | None = None) -> list[Hit | Miss]:
-        """The misses of the first `count` blocks, or of all."""
+        """The outcomes of the first `count` blocks, or of all."""
         return self._outcomes[:first]
+
+
+def read_directly(
+    link: Link | None, blocks: Sequence[Block], fingerprint: bytes, request_id: str, bytes_max: int
+) -> list[bool] | None:
+    """Copy blocks from the memory of a node on this machine; returns what `scattered` does, or None: call the node.
+
+    Blocks of more than `bytes_max` together are not copied: their caller would wait.
+    """
+    direct = None if link is None else link.direct
+    if direct is None or len(blocks) > BLOCKS_MAX:
+        return None
+    held = _hold_regions(blocks)
+    try:
+        return direct.read(
+            fingerprint,
+            [
+                (
+                    block.key,
+                    block.stored_bytes,
+                    block.skip,
+                    block.length if block.whole else 0,
+                    block.region.address + block.offset,
+                    0 if block.pieces is None else block.pieces.pointer,
+                )
+                for block in blocks
+            ],
+            header_bytes(((REQUEST_HEADER, request_id),)),
+            bytes_max,
+        )
+    finally:
+        for region in held:
+            region.let_go()
 
 
 def _hold_regions(blocks: Sequence[Block]) -> list[Region]:

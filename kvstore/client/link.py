@@ -27,6 +27,7 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.ack import AckCode, code_of_miss
 from kvstore.wire.seal import Seal
 from kvstore.wire.status import error_from_rpc, words_of
+from nic_offload.direct import DirectReads
 from nic_offload.memory import address_of, set_aside
 from nic_offload.sender import HEAD_PAGE_BYTES, Area, Sender, SharedArea
 
@@ -164,6 +165,7 @@ class Link:
         self._gathered: tuple[Region, mmap.mmap] | None = None
         self.mapped = MappedMemory()  # of the node, if it is on this machine
         self._block_bytes_max = block_bytes_max
+        self.direct: DirectReads | None = None  # of that memory
         self.is_sure = True  # once lost: that nothing arrives any more
         with contextlib.ExitStack() as undo:
             self._memory = self._allocate()
@@ -213,6 +215,7 @@ class Link:
             puts_by_grants=True,
             seals=True,
             shares=True,
+            reads_directory=True,
         )
         self._responses = self.stub.Attach(self._requests(request))
         answer = self._first_answer(self._responses, timeout_s)
@@ -238,8 +241,18 @@ class Link:
                 self.calls.caller.share(
                     self.mapped.hot, AckCode.SERVED, AckCode.SCATTERED, corrupt, late, rows
                 )
+            self.direct = self._open_direct(answer.shared)
         if answer.HasField("puts") and self.mapped.is_sure:
             self.sender = self._open_sender(answer.puts)
+
+    def _open_direct(self, told: pb.SharedMemory) -> DirectReads | None:
+        hot, directory, slots = self.mapped.hot, self.mapped.directory, self.mapped.slots
+        if hot is None or directory is None or slots is None:
+            return None
+        try:
+            return DirectReads(directory, hot, address_of(slots.memory) + told.log_offset, told.owner)
+        except FabricError:
+            return None  # of another version
 
     def _open_sender(self, puts: pb.PutArea) -> Sender:
         area = Area(
@@ -369,6 +382,8 @@ class Link:
             return
         self.error = error
         self._end_stream()
+        if self.direct is not None:
+            self.direct.close()
         try:
             self._close_memory()
         except FabricError as failure:
@@ -392,6 +407,8 @@ class Link:
             self.sender.close()
         if self.mapped.hot is not None:
             self.mapped.hot.close()
+        if self.mapped.directory is not None:
+            self.mapped.directory.close()
         if self.mapped.slots is not None:
             self._fabric.ignore(self.mapped.slots.own_doorbell)
             self.mapped.slots.close()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvstore.client.blocks import Block
     from kvstore.client.client import Client
-    from kvstore.client.gets import Get, NoGet
+    from kvstore.client.gets import EndedGet, Get
     from kvstore.client.grpc_gets import GrpcGet
     from kvstore.client.spans import ResumeSpan
     from kvstore.client.trace import Notes
@@ -84,7 +84,7 @@ class Manifest(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    get: Get | GrpcGet | NoGet
+    get: Get | GrpcGet | EndedGet
     first: int  # in the order asked
     numbers: Sequence[int]
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore.limits import ACK_WORDS, GRANTED_PUTS, SHARE_CALL_MS
-from kvstore.wire.sharing import HAS_HOT, HAS_SLOTS, MAPPED, ROW_BYTES
+from kvstore.wire.sharing import HAS_DIRECTORY, HAS_HOT, HAS_SLOTS, MAPPED, ROW_BYTES
+from nic_offload.direct import LOG_BYTES
 from nic_offload.memory import hide_from_dumps
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["MappedMemory", "MappedSlots", "map_shared"]
 
 _SLOTS_FDS = 3
-_FDS_MAX = 1 + _SLOTS_FDS
+_FDS_MAX = 2 + _SLOTS_FDS
 _WORD_BYTES = 8
 
 
@@ -51,6 +52,7 @@ class MappedMemory:
     """The memory of its node that a client has mapped."""
 
     hot: mmap.mmap | None = None
+    directory: mmap.mmap | None = None  # of that
     slots: MappedSlots | None = None
     is_sure: bool = True  # the node has confirmed `slots`: else none is used, nor over the fabric
 
@@ -66,6 +68,8 @@ def map_shared(told: pb.SharedMemory, puts: pb.PutArea) -> MappedMemory:
         try:
             if has and has[0] & HAS_HOT and fds:
                 memory.hot = _mapped(fds[0], told.size_bytes, mmap.PROT_READ)
+            if has and has[0] & HAS_DIRECTORY and len(fds) > 1:
+                memory.directory = _mapped(fds[1], told.directory_bytes, mmap.PROT_READ)
             if has and has[0] & HAS_SLOTS and len(fds) >= _SLOTS_FDS and _fit(told, puts):
                 _map_slots(to_node, told, fds[-_SLOTS_FDS:], memory)
         finally:
@@ -81,6 +85,7 @@ def _fit(told: pb.SharedMemory, puts: pb.PutArea) -> bool:
         and slots_end <= told.words_offset
         and told.words_offset + GRANTED_PUTS * _WORD_BYTES <= told.rows_offset
         and told.rows_offset + ACK_WORDS * ROW_BYTES <= told.slots_bytes
+        and (not told.directory_bytes or told.log_offset + LOG_BYTES <= told.slots_bytes)
     )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvstore.client.blocks import Block, Hit
-    from kvstore.client.gets import Ended, Get, NoGet
+    from kvstore.client.gets import Ended, EndedGet, Get
     from kvstore.client.grpc_gets import GrpcGet
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.transfer_watch import Watch
@@ -64,6 +64,6 @@ class Transport(Protocol):
         timeout_s: float | None,
         watch: Watch | None,
         ended: Ended | None,
-    ) -> Get | GrpcGet | NoGet:
+    ) -> Get | GrpcGet | EndedGet:
         """As `Client.getting`."""
         ...

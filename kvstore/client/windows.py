@@ -28,7 +28,7 @@ from nic_offload.pieces import Pieces, scatter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvstore.client.gets import Get, NoGet
+    from kvstore.client.gets import EndedGet, Get
     from kvstore.client.slabs import Slab, Slabs
 
 __all__ = ["get_in_windows", "needs_windows"]
@@ -37,7 +37,7 @@ __all__ = ["get_in_windows", "needs_windows"]
 class _Begins(Protocol):
     """Request contiguous blocks, with a timeout."""
 
-    def __call__(self, blocks: Sequence[Block], timeout_s: float) -> Get | NoGet: ...
+    def __call__(self, blocks: Sequence[Block], timeout_s: float) -> Get | EndedGet: ...
 
 
 def needs_windows(blocks: Sequence[Block]) -> bool:
@@ -61,7 +61,7 @@ class _Window:
     """Blocks in flight."""
 
     def __init__(
-        self, slabs: Slabs, blocks: Sequence[Block], begin: Callable[[Sequence[Block]], Get | NoGet]
+        self, slabs: Slabs, blocks: Sequence[Block], begin: Callable[[Sequence[Block]], Get | EndedGet]
     ) -> None:
         self._slabs = slabs
         self._blocks = blocks
@@ -124,7 +124,7 @@ def get_in_windows(
     under_way: deque[_Window] = deque()
     outcomes: list[Hit | Miss] = []
 
-    def begin_in_time(some: Sequence[Block]) -> Get | NoGet:
+    def begin_in_time(some: Sequence[Block]) -> Get | EndedGet:
         return begin(some, max(0.0, (until_ns - clock.monotonic_ns()) / 1e9))
 
     with hold_regions(blocks):

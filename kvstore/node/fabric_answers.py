@@ -252,7 +252,8 @@ class FabricCalls:
                 self._note(connection, served)
         node.hot.pages.touch(used)
         used += self.cold.note(cold)
-        node.store.used(used)
+        if used:
+            node.store.used(used)
 
     def _note(self, connection: Connection, served: Served) -> None:
         node, blocks = self._node, served.blocks

@@ -24,18 +24,21 @@ core.
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from kvstore.errors import FabricError
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES
 from kvstore.node.fair import Shares
 from kvstore.node.hot_pages import HotPages, Uses
 from kvstore.node.landing import pages_of
 from kvstore.storage.index_layout import names_in, names_of
 from nic_offload.memory import allocate_shared
-from nic_offload.shelf import Shelf, Shelved
+from nic_offload.shelf import Shelf, Shelved, directory_bytes
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
@@ -47,6 +50,8 @@ if TYPE_CHECKING:
 Name: TypeAlias = "tuple[bytes, bytes]"
 
 __all__ = ["HotMemory", "Name"]
+
+log = logging.getLogger(__name__)
 
 
 class HotMemory:
@@ -67,7 +72,24 @@ class HotMemory:
         self.pages = HotPages(size_bytes // PAGE_BYTES, freed, uses, tenants, self.region.address)
         self.shares = Shares(size_bytes, tenants)
         self.view = memoryview(self._memory)
+        self._directory: tuple[mmap.mmap, int] | None = None
         self._expected: dict[Name, int] = {}  # generations being read, if the index has named them throughout
+
+    def open_directory(self) -> tuple[int, int] | None:
+        """Keep a directory for clients that read blocks by themselves: its descriptor and size; None if it can't be.
+
+        Nothing is on the shelf yet.
+        """
+        memory, fd = allocate_shared(directory_bytes(self.size_bytes // (2 * PAGE_BYTES)), is_sparse=True)
+        try:
+            self.shelf.share(memory)
+        except FabricError as error:
+            log.warning("clients on this machine make a call for each get: %s", error)
+            memory.close()
+            os.close(fd)
+            return None
+        self._directory = memory, fd
+        return fd, len(memory)
 
     def take(self, length_bytes: int, tenant: bytes) -> Piece | None:
         """Allocate a piece for a tenant's record with a payload of this length."""
@@ -174,3 +196,7 @@ class HotMemory:
         self.view.release()
         self._memory.close()
         os.close(self.fd)
+        if self._directory is not None:
+            memory, fd = self._directory
+            memory.close()
+            os.close(fd)

@@ -31,7 +31,7 @@ from kvstore.limits import (
 )
 from kvstore.node.fair import Places
 from kvstore.wire import kvstore_pb2 as pb
-from kvstore.wire.sharing import HAS_HOT, HAS_SLOTS, MAPPED
+from kvstore.wire.sharing import HAS_DIRECTORY, HAS_HOT, HAS_SLOTS, MAPPED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvstore.node.connection import Connection
     from kvstore.node.hot import HotMemory
     from kvstore.node.shared_slots import SharedSlots
+    from nic_offload.shelf import Desk
 
 __all__ = ["Sharing"]
 
@@ -49,19 +50,31 @@ class _Offer:
     """The rights of a pass."""
 
     def __init__(
-        self, connection: Connection, slots: SharedSlots | None, expires: asyncio.TimerHandle
+        self,
+        connection: Connection,
+        slots: SharedSlots | None,
+        desk: Desk | None,
+        expires: asyncio.TimerHandle,
     ) -> None:
         self.connection = connection
         self.slots = slots
+        self.desk = desk  # whose client reads blocks by itself; None: it does not
         self.expires = expires
 
 
 class Sharing:
     """Shares a node's memory. Used in the loop's thread only."""
 
-    def __init__(self, hot: HotMemory | None, tenants: Callable[[], int]) -> None:
-        """Without the hot memory it shares only slots. `tenants` returns how many tenants the node knows."""
+    def __init__(
+        self, hot: HotMemory | None, tenants: Callable[[], int], *, has_directory: bool = True
+    ) -> None:
+        """Without the hot memory it shares only slots. `tenants` returns how many tenants the node knows.
+
+        `has_directory`: clients may read blocks without a call, for as long as the node's process lives.
+        """
         self._hot = hot
+        self._directory = hot.open_directory() if hot is not None and has_directory else None
+        self._desks: dict[Connection, Desk] = {}  # whose clients read directly
         self._loop = asyncio.get_running_loop()
         self._offers: dict[bytes, _Offer] = {}
         self._mapped: set[Connection] = set()
@@ -88,13 +101,20 @@ class Sharing:
         """Whether one more connection of a tenant may have its slots mapped."""
         return self._places.left(tenant) > 0
 
-    def offer(self, connection: Connection, slots: SharedSlots | None) -> pb.SharedMemory | None:
-        """The offer to a client that may map memory; None if there is nothing to map."""
+    def offer(
+        self, connection: Connection, slots: SharedSlots | None, desk: Desk | None
+    ) -> pb.SharedMemory | None:
+        """The offer to a client that may map memory; None if there is nothing to map.
+
+        With its `desk`, it may also read blocks of its tenant without a call.
+        """
         if self._hot is None and slots is None:
             return None
         one = secrets.token_bytes(SHARE_PASS_BYTES)
         expires = self._loop.call_later(SHARE_PASS_MS / 1000, self._expire, one)
-        self._offers[one] = _Offer(connection, slots, expires)
+        if slots is None or self._directory is None:
+            desk = None
+        self._offers[one] = _Offer(connection, slots, desk, expires)
         told = pb.SharedMemory(socket=self._name, pass_once=one)
         if self._hot is not None:
             told.size_bytes = self._hot.size_bytes
@@ -103,6 +123,9 @@ class Sharing:
             self._places.take(connection.tenant)
             told.slots_bytes, told.words_offset = slots.size_bytes, slots.words_offset
             told.rows_offset = slots.rows_offset
+            if desk is not None and self._directory is not None:
+                _, told.directory_bytes = self._directory
+                told.owner, told.log_offset = connection.tenant, slots.log_offset
         return told
 
     def _expire(self, one: bytes) -> None:
@@ -116,6 +139,9 @@ class Sharing:
         for one in [one for one, offer in self._offers.items() if offer.connection is connection]:
             self._offers.pop(one).expires.cancel()
         self._mapped.discard(connection)
+        desk = self._desks.pop(connection, None)
+        if desk is not None:
+            desk.log(0)
         self._give_back(connection)
 
     def _give_back(self, connection: Connection) -> None:
@@ -156,6 +182,9 @@ class Sharing:
     def _hand_over(self, caller: socket.socket, offer: _Offer) -> None:
         has = HAS_HOT * self.shares_hot | HAS_SLOTS * (offer.slots is not None)
         hot = [] if self._hot is None else [self._hot.fd]
+        if offer.desk is not None and self._directory is not None:
+            has |= HAS_DIRECTORY
+            hot.append(self._directory[0])
 
         def give(fds: Sequence[int]) -> None:
             socket.send_fds(caller, [bytes([has])], [*hot, *fds])
@@ -169,13 +198,17 @@ class Sharing:
         if offer.slots is None:
             self._end(caller)
         else:
-            self._loop.add_reader(caller, self._hear_mapped, caller, offer.connection, offer.slots)
+            self._loop.add_reader(caller, self._hear_mapped, caller, offer, offer.slots)
 
-    def _hear_mapped(self, caller: socket.socket, connection: Connection, slots: SharedSlots) -> None:
+    def _hear_mapped(self, caller: socket.socket, offer: _Offer, slots: SharedSlots) -> None:
         """Handle a caller that has mapped its slots; it puts nothing before it gets the answer."""
         try:
+            connection = offer.connection
             if caller.recv(1) == MAPPED and not connection.closed:
                 slots.mapped(connection, None if self._hot is None else self._hot.region)
+                if offer.desk is not None:
+                    self._desks[connection] = offer.desk
+                    offer.desk.log(slots.log)
                 caller.send(MAPPED)
             else:
                 slots.withhold()

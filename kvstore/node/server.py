@@ -520,7 +520,11 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
         node = Node(store, fabric, clock, config.hot_bytes, lookup_log, spans, address, tenants.known)
         if events is not None:
             node.block_listeners.append(events.blocks)
-        node.sharing = Sharing(node.hot if config.tenants is None else None, tenants.known)
+        node.sharing = Sharing(
+            node.hot if config.tenants is None else None,
+            tenants.known,
+            has_directory=config.cluster is None,  # a cluster confirms deletions without a node that hangs
+        )
         try:
             await _serve_node(told, read_again, node, Gate(tenants, audit), certificates, stop)
         finally:  # in any case: its timer must not use a closed drive

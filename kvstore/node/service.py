@@ -114,10 +114,12 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 )
                 if connection.seal is not None:
                     answer.seal = connection.seal.told
+                desk = None
                 if request.HasField("answers_base"):
                     calls = self._node.fabric_calls.open(connection, request.answers_base)
                     answer.calls.base, answer.calls.key = calls.base, calls.key
                     answer.calls.first_generation = calls.first_generation
+                    desk = calls.desk if request.reads_directory else None
                 sharing = self._node.sharing if request.shares else None
                 puts = None
                 if request.puts_by_grants:
@@ -126,7 +128,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 if puts is not None:
                     answer.puts.CopyFrom(_put_area_message(puts.told))
                 if sharing is not None:
-                    shared = sharing.offer(connection, None if puts is None else puts.shared)
+                    shared = sharing.offer(connection, None if puts is None else puts.shared, desk)
                     if shared is not None:
                         answer.shared.CopyFrom(shared)
                 yield answer

@@ -1,7 +1,7 @@
 """The slots granted to one client, in memory that it may map, with the words that acknowledge its puts.
 
 After them follows a row for each word of its fetches, which tells the client where in the hot memory a block is
-(`nic_offload/shared_reads.c`).
+(`nic_offload/shared_reads.c`), and the log of its direct reads (`nic_offload/desk_log.c`).
 
 Each end has a doorbell that wakes its fabric's thread (`nic_offload/shared_puts.c`). A client gets the descriptors
 once: of the memory, of the eventfd that it rings, and of the pipe that the node rings.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.limits import ACK_WORDS, GRANTED_PUTS, PAGE_BYTES
 from kvstore.wire.sharing import ROW_BYTES
+from nic_offload.direct import LOG_BYTES
 from nic_offload.memory import address_of, allocate_mapped
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class SharedSlots:
         """NoMemory if no descriptor or no memory is left. `slots_bytes`: flags and slots, in whole pages."""
         self.words_offset = slots_bytes
         self.rows_offset = slots_bytes + _WORDS_BYTES
-        self.size_bytes = self.rows_offset + _ROWS_BYTES
+        self.log_offset = self.rows_offset + _ROWS_BYTES
+        self.size_bytes = self.log_offset + LOG_BYTES
         self._fabric = fabric
         self.memory, self._fd = allocate_mapped(self.size_bytes)
         self.is_mapped = False
@@ -65,6 +67,11 @@ class SharedSlots:
         if hot is not None:
             connection.endpoint.share_reads(acks.target(0), acks.key, rows, ACK_WORDS, hot)
         self.withhold()
+
+    @property
+    def log(self) -> int:
+        """The address of the log of its client's direct reads."""
+        return address_of(self.memory) + self.log_offset
 
     def withhold(self) -> None:
         """Let no other process map the memory."""

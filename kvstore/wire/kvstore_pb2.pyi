@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 4b6c5c8c385732aff52ba55356cb33d4
+# Generated from proto sources with BLAKE2b ad1a094ff6bce4cc884763a2b9a2fb37
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -94,7 +94,7 @@ ERROR_CODE_NOT_ENCRYPTED: ErrorCode
 ERROR_CODE_BEING_ERASED: ErrorCode
 
 class AttachRequest(_message.Message):
-    __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots", "answers_base", "puts_by_grants", "seals", "shares")
+    __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots", "answers_base", "puts_by_grants", "seals", "shares", "reads_directory")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
     FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,7 @@ class AttachRequest(_message.Message):
     PUTS_BY_GRANTS_FIELD_NUMBER: _ClassVar[int]
     SEALS_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
+    READS_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     provider: str
     fabric_address: bytes
@@ -119,7 +120,8 @@ class AttachRequest(_message.Message):
     puts_by_grants: bool
     seals: bool
     shares: bool
-    def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ..., answers_base: _Optional[int] = ..., puts_by_grants: bool = ..., seals: bool = ..., shares: bool = ...) -> None: ...
+    reads_directory: bool
+    def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ..., answers_base: _Optional[int] = ..., puts_by_grants: bool = ..., seals: bool = ..., shares: bool = ..., reads_directory: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls", "puts", "parts", "seal", "shared", "encrypts", "prefixes")
@@ -150,20 +152,26 @@ class AttachResponse(_message.Message):
     def __init__(self, connection: _Optional[int] = ..., node: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., slots: _Optional[int] = ..., landing_key: _Optional[int] = ..., calls: _Optional[_Union[CallArea, _Mapping]] = ..., puts: _Optional[_Union[PutArea, _Mapping]] = ..., parts: bool = ..., seal: _Optional[bytes] = ..., shared: _Optional[_Union[SharedMemory, _Mapping]] = ..., encrypts: bool = ..., prefixes: bool = ...) -> None: ...
 
 class SharedMemory(_message.Message):
-    __slots__ = ("socket", "pass_once", "size_bytes", "slots_bytes", "words_offset", "rows_offset")
+    __slots__ = ("socket", "pass_once", "size_bytes", "slots_bytes", "words_offset", "rows_offset", "directory_bytes", "owner", "log_offset")
     SOCKET_FIELD_NUMBER: _ClassVar[int]
     PASS_ONCE_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SLOTS_BYTES_FIELD_NUMBER: _ClassVar[int]
     WORDS_OFFSET_FIELD_NUMBER: _ClassVar[int]
     ROWS_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    LOG_OFFSET_FIELD_NUMBER: _ClassVar[int]
     socket: str
     pass_once: bytes
     size_bytes: int
     slots_bytes: int
     words_offset: int
     rows_offset: int
-    def __init__(self, socket: _Optional[str] = ..., pass_once: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., words_offset: _Optional[int] = ..., rows_offset: _Optional[int] = ...) -> None: ...
+    directory_bytes: int
+    owner: bytes
+    log_offset: int
+    def __init__(self, socket: _Optional[str] = ..., pass_once: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., slots_bytes: _Optional[int] = ..., words_offset: _Optional[int] = ..., rows_offset: _Optional[int] = ..., directory_bytes: _Optional[int] = ..., owner: _Optional[bytes] = ..., log_offset: _Optional[int] = ...) -> None: ...
 
 class PutArea(_message.Message):
     __slots__ = ("flags", "slots", "slot_bytes", "key", "count", "first_generation")

@@ -40,6 +40,12 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Region
 
 
+@pytest.fixture(autouse=True)
+def no_direct_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients here make a call for each get; those that make none are in `test_direct_reads`."""
+    monkeypatch.setattr(links.Link, "_open_direct", lambda *_: None)
+
+
 def shared_blocks(rig: ClientWithBuffers) -> int:
     calls = link_of(rig.client).calls
     assert calls is not None
@@ -383,3 +389,5 @@ def test_a_node_with_tenants_shares_only_slots(tmp_path: Path, monkeypatch: pyte
         client.attach()
         assert told[-1].shared.slots_bytes
         assert not told[-1].shared.size_bytes
+        assert not told[-1].shared.directory_bytes
+        assert not told[-1].shared.owner

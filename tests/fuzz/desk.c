@@ -4,13 +4,15 @@
  * The desk and its shelf are the real ones; of the progress thread there is as much as they call. What always holds,
  * or it stops: nothing is sent but from registered memory, to a word that the peer has, in a call answered whole, which
  * over a sealed connection has the peer's tag. Every third block is not in memory, but on a drive, which reads at once.
- * The first byte of an input says what of it is put right, so that more than checksums is reached.
+ * The input is also what the peer has noted of its direct reads. The first byte of an input says what of it is put right, so that more than checksums is reached.
  */
 #define _GNU_SOURCE
 #include "../../nic_offload/call.h"
+#include "../../nic_offload/directory.h"
 #include "../../nic_offload/progress.h"
 #include "../../nic_offload/reader_inside.h"
 #include "../../nic_offload/shelf.h"
+#include "../../nic_offload/desk_inside.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -33,6 +35,8 @@ static struct tk_endpoint *endpoint;
 static struct tk_region *region;
 static struct tk_shelf *shelf;
 static struct tk_desk *desk;
+static _Alignas(PAGE) uint8_t directory[TK_DIRECTORY_HEAD_BYTES + 16 * TK_DIRECTORY_SLOT_BYTES];
+static _Alignas(PAGE) uint8_t read_log[TK_READ_LOG_BYTES];
 static struct tk_reader reader;
 static struct work *reading[BLOCKS];
 static uint32_t readings;
@@ -68,6 +72,12 @@ uint64_t tk_now_ns(void)
 {
 	static uint64_t now;
 	return ++now;
+}
+
+int on_the_thread(struct tk_fabric *one, int (*run)(struct tk_fabric *fabric, void *argument), void *argument, size_t bytes)
+{
+	(void)bytes;
+	return run(one, argument);
 }
 
 struct work *take_free_work(struct tk_fabric *one, uint32_t count)
@@ -201,6 +211,7 @@ static void begin(void)
 	region->address = (uint64_t)(uintptr_t)memory;
 	region->length = sizeof memory;
 	must(tk_shelf_open(fabric, region, &shelf) == 0);
+	must(tk_shelf_share(shelf, directory, sizeof directory) == 0);
 	struct tk_desk_setup setup = {
 		.endpoint = endpoint,
 		.ack_base = ACK_BASE,
@@ -300,6 +311,31 @@ static int has_tag(const uint8_t *call, size_t length)
 	return tag == tk_endpoint_tag(endpoint, region->base, region->key, GENERATION, call, said);
 }
 
+/* Whatever is there, all notes are taken, or the log is closed. */
+static void take_notes(const uint8_t *data, size_t size, uint8_t what)
+{
+	struct read_log *log = (void *)read_log;
+	struct read_note note;
+	memcpy(read_log + READ_LOG_HEAD_BYTES, data, size);
+	log->written = what & 128 ? size : size / 8 * 8;
+	log->taken = 0;
+	if (what & 64 && size >= sizeof note) { /* the first note may be one */
+		memcpy(&note, data, sizeof note);
+		note.blocks = note.blocks % TK_DIRECT_BLOCKS + 1;
+		note.metadata_bytes = note.metadata_bytes % 64 / 8 * 8;
+		note.bytes = (uint32_t)(sizeof note + note.blocks * sizeof(struct read_block) + note.metadata_bytes);
+		memcpy(read_log + READ_LOG_HEAD_BYTES, &note, sizeof note);
+		log->written = note.bytes;
+	}
+	tk_desk_log(desk, log);
+	pthread_mutex_lock(&shelf->lock);
+	desk_take_notes(desk);
+	pthread_mutex_unlock(&shelf->lock);
+	must(desk->log ? log->taken == log->written : !log->is_open);
+	must(!(what & 64) || size < sizeof note || desk->log);
+	tk_desk_log(desk, NULL);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
 	static uint8_t told[1 << 20];
@@ -308,6 +344,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	if (size < 9 || size > TK_CALL_BYTES)
 		return 0;
 	fill_shelf();
+	take_notes(data, size, data[0]);
 	uint8_t *call = calloc(1, TK_CALL_BYTES); /* a place of its own, with nothing of the caller's behind it */
 	memcpy(call, data + 8, size - 8);
 	put_right(call, size - 8, data[0]);

@@ -50,10 +50,34 @@ def test_parsers_end_properly_on_any_input(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("desk", ("desk", "desk_cold", "desk_where", "shelf", "names", "seal", "siphash", "crc32c")),
+        (
+            "desk",
+            (
+                "desk",
+                "desk_cold",
+                "desk_log",
+                "desk_where",
+                "directory",
+                "shelf",
+                "names",
+                "seal",
+                "siphash",
+                "crc32c",
+            ),
+        ),
         (
             "receiver",
-            ("receiver", "receiver_puts", "shelf", "names", "seal", "siphash", "crc32c", "atomic_words"),
+            (
+                "receiver",
+                "receiver_puts",
+                "directory",
+                "shelf",
+                "names",
+                "seal",
+                "siphash",
+                "crc32c",
+                "atomic_words",
+            ),
         ),
     ],
 )

@@ -73,9 +73,11 @@ def key_of(number: int) -> bytes:
 class ShelfRig:
     """The far side is the node: blocks at its memory's start, a place for calls behind them, a shelf and a desk."""
 
-    def __init__(self, pair: Pair, *, bytes_max: int = 1 << 30, shares: bool = False) -> None:
+    def __init__(
+        self, pair: Pair, *, bytes_max: int = 1 << 30, shares: bool = False, shelf: Shelf | None = None
+    ) -> None:
         self.pair = pair
-        self.shelf = Shelf(pair.far.fabric, pair.far.region)
+        self.shelf = Shelf(pair.far.fabric, pair.far.region) if shelf is None else shelf
         self.desk: Desk = self.shelf.open_desk(
             pair.far.endpoint,
             pair.back.peer,

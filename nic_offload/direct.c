@@ -1,0 +1,230 @@
+/*
+ * The client's side of direct reads: gets of blocks that are in the memory of a node on the same machine, in the calling
+ * thread, without a call (directory.c and desk_log.c are the node's side).
+ *
+ * A block is found in the directory, copied to its destination with its checksum computed on the way, and then looked
+ * at again: if its slot has not changed, the node had the block listed all that time. If it has, or if the checksum is
+ * another one, the caller makes a call instead, which may find other bytes or none, and overwrites what was copied.
+ *
+ * What always holds: a get is answered here completely or not at all. It is noted in the log, or not answered here. One
+ * wrong checksum ends direct reads on this connection: the node checks its memory itself when it is called. Nothing is
+ * read once the node's thread has ended, or after `tk_direct_close` has returned; it waits for reads in progress.
+ *
+ * What it doesn't do: hold the destination's region, or trust the node's memory to stay as it was: nothing there is used
+ * before it was copied and checked.
+ */
+#define _GNU_SOURCE
+#include "directory.h"
+
+#include "progress.h"
+
+#include <errno.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BYTES_A_STEP (16u << 10) /* copied, and checksummed while they are in the cache */
+#define MANY_BYTES (2u << 20)	 /* of a get: more than fits into its caller's cache */
+
+struct tk_direct {
+	const struct directory_head *head;
+	const struct directory_slot *slots;
+	const uint32_t *alive;
+	const char *memory;
+	uint64_t memory_bytes, mask;
+	struct read_log *log;
+	uint8_t owner[TK_OWNER_BYTES];
+
+	int users, closing, distrusts; /* atomic */
+	uint64_t blocks;	       /* atomic: read here */
+	pthread_mutex_t log_lock;
+};
+
+struct found {
+	struct read_block block;
+	uint64_t offset;
+	uint32_t crc32c;
+};
+
+int tk_direct_open(const struct tk_direct_setup *setup, struct tk_direct **out)
+{
+	const struct directory_head *head = (const void *)(uintptr_t)setup->directory;
+	if (setup->directory_bytes < DIRECTORY_HEAD_BYTES || setup->log % 64)
+		return -EINVAL;
+	uint64_t slots = head->slots, alive = head->alive;
+	if (slots < DIRECTORY_PROBES || slots & (slots - 1) || alive % sizeof(uint32_t) ||
+	    alive > DIRECTORY_HEAD_BYTES - sizeof(uint32_t) ||
+	    slots != (setup->directory_bytes - DIRECTORY_HEAD_BYTES) / sizeof(struct directory_slot))
+		return -EINVAL;
+	struct tk_direct *direct = calloc(1, sizeof *direct);
+	if (!direct)
+		return -ENOMEM;
+	direct->head = head;
+	direct->slots = (const void *)((const char *)head + DIRECTORY_HEAD_BYTES);
+	direct->alive = (const void *)((const char *)head + alive);
+	direct->memory = (const void *)(uintptr_t)setup->memory;
+	direct->memory_bytes = setup->memory_bytes;
+	direct->mask = slots - 1;
+	direct->log = (void *)(uintptr_t)setup->log;
+	memcpy(direct->owner, setup->owner, sizeof direct->owner);
+	pthread_mutex_init(&direct->log_lock, NULL);
+	*out = direct;
+	return 0;
+}
+
+void tk_direct_close(struct tk_direct *direct)
+{
+	__atomic_store_n(&direct->closing, 1, __ATOMIC_SEQ_CST);
+	while (__atomic_load_n(&direct->users, __ATOMIC_SEQ_CST))
+		sched_yield();
+}
+
+void tk_direct_free(struct tk_direct *direct)
+{
+	pthread_mutex_destroy(&direct->log_lock);
+	free(direct);
+}
+
+uint64_t tk_direct_blocks(const struct tk_direct *direct)
+{
+	return __atomic_load_n(&direct->blocks, __ATOMIC_RELAXED);
+}
+
+static int may_read(const struct tk_direct *direct)
+{
+	uint32_t owner = __atomic_load_n(direct->alive, __ATOMIC_ACQUIRE);
+	return owner & FUTEX_TID_MASK && !(owner & FUTEX_OWNER_DIED) && !__atomic_load_n(&direct->distrusts, __ATOMIC_RELAXED) &&
+	       __atomic_load_n(&direct->log->is_open, __ATOMIC_ACQUIRE);
+}
+
+static int is_unchanged(const struct directory_slot *slot, uint64_t seq)
+{
+	__atomic_thread_fence(__ATOMIC_ACQUIRE);
+	return __atomic_load_n(&slot->seq, __ATOMIC_RELAXED) == seq;
+}
+
+/* Copies the slot of a name. Returns 0 if it has none, or if that is just being changed. */
+static int find(const struct tk_direct *direct, const uint8_t *key, const uint8_t *fingerprint, uint32_t length,
+		struct found *found)
+{
+	uint64_t first = directory_hash(direct->head->secret, direct->owner, key);
+	for (uint64_t i = first; i < first + DIRECTORY_PROBES; i++) {
+		const struct directory_slot *slot = &direct->slots[i & direct->mask];
+		uint64_t seq = __atomic_load_n(&slot->seq, __ATOMIC_ACQUIRE);
+		if (!seq || seq & 1)
+			continue;
+		struct directory_slot there;
+		memcpy(&there, slot, sizeof there);
+		if (!is_unchanged(slot, seq) || there.length != length || memcmp(there.key, key, TK_KEY_BYTES) ||
+		    memcmp(there.owner, direct->owner, TK_OWNER_BYTES))
+			continue;
+		*found = (struct found){{seq, (uint32_t)(i & direct->mask), 0}, there.offset, there.crc32c};
+		return length <= direct->memory_bytes && there.offset <= direct->memory_bytes - length &&
+		       !memcmp(there.fingerprint, fingerprint, TK_FINGERPRINT_BYTES);
+	}
+	return 0;
+}
+
+/* All bytes are checksummed, even if only a part is wanted. Returns whether they are the block's. */
+static int copy_block(struct tk_direct *direct, const struct found *found, struct tk_direct_block *wanted, copy_bytes copy)
+{
+	char step[BYTES_A_STEP];
+	struct tk_pieces *pieces = (struct tk_pieces *)(uintptr_t)wanted->pieces;
+	struct pieces_end filled = {0};
+	uint32_t part = wanted->part ? wanted->part : wanted->length, skip = wanted->part ? wanted->skip : 0;
+	uint32_t crc = 0;
+	if (pieces && tk_pieces_bytes(pieces) != part)
+		pieces = NULL;
+	for (uint32_t at = 0, bytes; at < wanted->length; at += bytes) {
+		bytes = wanted->length - at < BYTES_A_STEP ? wanted->length - at : BYTES_A_STEP;
+		memcpy(step, direct->memory + found->offset + at, bytes);
+		crc = tk_crc32c(step, bytes, crc);
+		uint32_t first = at < skip ? skip : at, end = skip + part < at + bytes ? skip + part : at + bytes;
+		if (first < end && pieces)
+			pieces_fill(pieces, &filled, step + (first - at), end - first, copy);
+		else if (first < end)
+			copy((char *)(uintptr_t)wanted->address + (first - skip), step + (first - at), end - first);
+	}
+	if (!is_unchanged(&direct->slots[found->block.slot], found->block.seq))
+		return 0;
+	if (crc != found->crc32c)
+		__atomic_store_n(&direct->distrusts, 1, __ATOMIC_RELAXED);
+	wanted->is_scattered = pieces != NULL;
+	return crc == found->crc32c;
+}
+
+static uint64_t left_in_log(const struct tk_direct *direct)
+{
+	uint64_t taken = __atomic_load_n(&direct->log->taken, __ATOMIC_ACQUIRE);
+	uint64_t used = __atomic_load_n(&direct->log->written, __ATOMIC_RELAXED) - taken;
+	return used > READ_LOG_DATA_BYTES ? 0 : READ_LOG_DATA_BYTES - used;
+}
+
+static uint64_t copy_in(struct read_log *log, uint64_t at, const void *from, size_t bytes)
+{
+	char *data = (char *)log + READ_LOG_HEAD_BYTES;
+	size_t start = at % READ_LOG_DATA_BYTES, first = READ_LOG_DATA_BYTES - start;
+	first = bytes < first ? bytes : first;
+	memcpy(data + start, from, first);
+	memcpy(data, (const char *)from + first, bytes - first);
+	return at + bytes;
+}
+
+static int note(struct tk_direct *direct, const struct read_note *note, const struct found *found, const void *metadata)
+{
+	pthread_mutex_lock(&direct->log_lock);
+	int has_room = note->bytes <= left_in_log(direct);
+	if (has_room) {
+		uint64_t at = copy_in(direct->log, direct->log->written, note, sizeof *note);
+		for (uint32_t i = 0; i < note->blocks; i++)
+			at = copy_in(direct->log, at, &found[i].block, sizeof found[i].block);
+		at = copy_in(direct->log, at, metadata, note->metadata_bytes);
+		__atomic_store_n(&direct->log->written, at, __ATOMIC_RELEASE);
+	}
+	pthread_mutex_unlock(&direct->log_lock);
+	return has_room;
+}
+
+static int read_all(struct tk_direct *direct, const uint8_t *fingerprint, struct tk_direct_block *blocks, uint32_t count,
+		    uint64_t bytes_max, const void *metadata, uint32_t metadata_bytes)
+{
+	struct found found[TK_DIRECT_BLOCKS];
+	struct read_note told = {
+		.bytes = (uint32_t)(sizeof told + count * sizeof(struct read_block) + metadata_bytes),
+		.blocks = count,
+		.metadata_bytes = metadata_bytes,
+		.began_ns = tk_now_ns(),
+	};
+	uint64_t bytes = 0;
+	if (!may_read(direct) || told.bytes > left_in_log(direct))
+		return 0;
+	for (uint32_t i = 0; i < count; i++) {
+		const struct tk_direct_block *wanted = &blocks[i];
+		bytes += wanted->length;
+		told.size_bytes += wanted->part ? wanted->part : wanted->length;
+		if (wanted->part > wanted->length || (wanted->part && wanted->skip > wanted->length - wanted->part))
+			return 0;
+		if (bytes > bytes_max || !find(direct, wanted->key, fingerprint, wanted->length, &found[i]))
+			return 0;
+	}
+	for (uint32_t i = 0; i < count; i++)
+		if (!copy_block(direct, &found[i], &blocks[i], bytes < MANY_BYTES ? copy_plain : copy_past_cache))
+			return 0;
+	told.ended_ns = tk_now_ns();
+	return note(direct, &told, found, metadata);
+}
+
+int tk_direct_read(struct tk_direct *direct, const uint8_t *fingerprint, struct tk_direct_block *blocks, uint32_t count,
+		   uint64_t bytes_max, const void *metadata, uint32_t metadata_bytes)
+{
+	if (!count || count > TK_DIRECT_BLOCKS || metadata_bytes > READ_METADATA_BYTES_MAX || metadata_bytes % 8)
+		return 0;
+	__atomic_add_fetch(&direct->users, 1, __ATOMIC_SEQ_CST);
+	int is_read = !__atomic_load_n(&direct->closing, __ATOMIC_SEQ_CST) &&
+		      read_all(direct, fingerprint, blocks, count, bytes_max, metadata, metadata_bytes);
+	if (is_read)
+		__atomic_add_fetch(&direct->blocks, count, __ATOMIC_RELAXED);
+	__atomic_sub_fetch(&direct->users, 1, __ATOMIC_SEQ_CST);
+	return is_read;
+}

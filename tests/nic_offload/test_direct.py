@@ -1,0 +1,433 @@
+"""Gets without a call: what a client finds in the directory, what it must not, and what the node learns of it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import struct
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from nic_offload.checksum import crc32c
+from nic_offload.direct import BLOCKS_MAX, LOG_BYTES, DirectReads
+from nic_offload.errors import FabricError
+from nic_offload.fabric import MEMORY
+from nic_offload.memory import address_of
+from nic_offload.pieces import Pieces
+from nic_offload.shelf import RENAMED_USED, Served, Shelf, Shelved, directory_bytes
+from tests.nic_offload.rig import PAGE, Pair, Side, wait_until
+from tests.nic_offload.test_shared_desk import SHARES
+from tests.nic_offload.test_shelf import ANSWER_WORD, ShelfRig, Wanted, key_of, two
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OWNER, FINGERPRINT = b"o" * 16, b"f" * 16
+DESK = 77
+BYTES_MAX = 2 << 20
+METADATA = b"\x03\x02\x00\x00keyva\x00\x00\x00\x00\x00\x00\x00"
+LANDED_ID = 1 << 63
+LOG_HEAD = 4096
+SLOTS_MIN = 1024
+
+
+class Rig:
+    """A node with a shelf, a directory and one desk, and the direct reads of that desk's client."""
+
+    def __init__(self) -> None:
+        self.pair = Pair(MEMORY)
+        self.node: Side = self.pair.far
+        self.shelf = Shelf(self.node.fabric, self.node.region)
+        self.directory = mmap.mmap(-1, directory_bytes(SLOTS_MIN))
+        self.shelf.share(self.directory)
+        self.log = mmap.mmap(-1, LOG_BYTES)
+        self.desk = self.shelf.open_desk(
+            self.node.endpoint,
+            self.pair.back.peer,
+            OWNER,
+            DESK,
+            (self.pair.back.word_target(0), self.pair.back.key, PAGE // 8),
+            (0x7F, 0x85),
+            1 << 30,
+            (self.node.word(0).address, self.pair.back.base),
+            shares=True,
+        )
+        self.desk.log(address_of(self.log))
+        self.desk.answers(answers=True)
+        self.direct = self.reads()
+        self.target = bytearray(1 << 20)
+        self.address = address_of(self.target)
+        self.blocks: dict[int, bytes] = {}
+
+    def reads(self, owner: bytes = OWNER) -> DirectReads:
+        return DirectReads(self.directory, self.node.memory, address_of(self.log), owner)
+
+    def shelve(self, number: int, data: bytes, *, at: int = 0, id: int | None = None) -> None:  # noqa: A002
+        self.blocks[number] = data
+        self.node.fill(at, data)
+        address = self.node.region.address + at
+        self.shelf.put(
+            [
+                Shelved(
+                    OWNER,
+                    key_of(number),
+                    FINGERPRINT,
+                    1000 + number if id is None else id,
+                    address,
+                    len(data),
+                    crc32c(data),
+                )
+            ]
+        )
+
+    def unlist(self, number: int) -> None:
+        self.shelf.unlist(OWNER + key_of(number))
+
+    def read(
+        self, *numbers: int, direct: DirectReads | None = None, fingerprint: bytes = FINGERPRINT
+    ) -> bool:
+        """Get whole blocks, one behind the other; whether that was done, with exactly their bytes."""
+        wanted, at = [], 0
+        for number in numbers:
+            length = len(self.blocks[number])
+            wanted.append((key_of(number), length, 0, 0, self.address + at, 0))
+            at += length
+        before = self.target[at : at + 64]
+        if (direct or self.direct).read(fingerprint, wanted, METADATA, BYTES_MAX) is None:
+            return False
+        assert self.target[:at] == b"".join([self.blocks[number] for number in numbers])
+        assert self.target[at : at + 64] == before
+        return True
+
+    def served(self) -> list[Served]:
+        return list(self.shelf.served())
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    one = Rig()
+    yield one
+    one.direct.close()
+    one.pair.close()
+
+
+def test_listed_blocks_are_read_and_reported(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(5000))
+    rig.shelve(2, os.urandom(70_001), at=8192)
+    before_ns = time.monotonic_ns()
+    assert rig.read(2, 1)
+    after_ns = time.monotonic_ns()
+    (told,) = rig.served()
+    assert (told.desk, list(told.ids), told.blocks, told.size_bytes) == (DESK, [1002, 1001], 2, 75_001)
+    assert bytes(told.metadata) == METADATA
+    assert before_ns <= told.began_ns <= told.ended_ns <= after_ns
+    assert (told.corrupt, told.failed, told.cold) == (0, 0, None)
+    assert rig.direct.blocks == 2
+    assert rig.served() == []
+
+
+def test_a_block_that_is_not_listed_is_not_read(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(5000))
+    rig.blocks[2] = b"never listed"
+    assert not rig.read(2)
+    assert not rig.read(1, 2), "all or none"
+    rig.unlist(1)
+    assert not rig.read(1)
+    rig.shelve(1, os.urandom(6000), at=8192, id=5000)
+    assert rig.read(1), "the new one"
+
+
+def test_a_name_of_another_owner_layout_or_length_is_not_read(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(5000))
+    assert not rig.read(1, direct=rig.reads(b"x" * 16))
+    assert not rig.read(1, fingerprint=b"g" * 16)
+    wanted = (key_of(1), 4999, 0, 0, rig.address, 0)
+    assert rig.direct.read(FINGERPRINT, [wanted], METADATA, BYTES_MAX) is None
+    assert rig.read(1)
+
+
+def test_parts_and_pieces(rig: Rig) -> None:
+    data = os.urandom(40_000)
+    rig.shelve(1, data)
+    for skip, part in ((0, 1), (17_000, 20_000), (39_999, 1), (0, 40_000)):
+        rig.target[:] = bytes(len(rig.target))
+        assert rig.direct.read(
+            FINGERPRINT, [(key_of(1), 40_000, skip, part, rig.address, 0)], b"", BYTES_MAX
+        ) == [False]
+        assert rig.target[: part + 1] == data[skip : skip + part] + b"\0"
+    for skip, part in ((1, 40_000), (40_000, 1), (1 << 31, 1)):
+        assert (
+            rig.direct.read(FINGERPRINT, [(key_of(1), 40_000, skip, part, rig.address, 0)], b"", BYTES_MAX)
+            is None
+        )
+    near = rig.pair.near
+    pieces = Pieces.of(near.region, [(50_000, 15_000), (0, 25_000)])
+    wanted = (key_of(1), 40_000, 0, 0, rig.address, pieces.pointer)
+    assert rig.direct.read(FINGERPRINT, [wanted], b"", BYTES_MAX) == [True]
+    assert near.bytes_at(50_000, 15_000) + near.bytes_at(0, 25_000) == data
+    others = Pieces.of(near.region, [(0, 39_999)])
+    wanted = (key_of(1), 40_000, 0, 0, rig.address, others.pointer)
+    assert rig.direct.read(FINGERPRINT, [wanted], b"", BYTES_MAX) == [False], (
+        "pieces of another length are not used"
+    )
+    assert rig.target[:40_000] == data
+
+
+def test_a_wrong_checksum_ends_direct_reads(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(50_000))
+    rig.shelve(2, os.urandom(5000), at=65536)
+    rig.node.fill(49_999, bytes([rig.blocks[1][-1] ^ 1]))
+    assert rig.read(2)
+    assert not rig.read(1)
+    assert not rig.read(2), "this machine's memory can't be trusted"
+    assert [list(told.ids) for told in rig.served()] == [[1002]]
+
+
+def test_many_and_large_gets_are_calls(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(900_000))
+    rig.shelve(2, os.urandom(100), at=950_000)
+    rig.target = bytearray(4 << 20)
+    rig.address = address_of(rig.target)
+    assert rig.read(1, 1)
+    assert not rig.read(1, 1, 1)
+    assert rig.read(*[2] * BLOCKS_MAX)
+    assert not rig.read(*[2] * (BLOCKS_MAX + 1))
+    assert not rig.read()
+
+
+def test_nothing_is_read_unless_the_desk_answers(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(5000))
+    rig.desk.answers(answers=False)
+    assert not rig.read(1)
+    rig.desk.answers(answers=True)
+    assert rig.read(1)
+    rig.desk.log(0)
+    assert not rig.read(1)
+    rig.desk.answers(answers=True)
+    assert not rig.read(1)
+    assert len(rig.served()) == 1, "what was noted before is reported"
+
+
+def test_nothing_is_read_once_the_node_has_ended(rig: Rig) -> None:
+    """Although its memory, as mapped here, still says that the block is listed."""
+    rig.shelve(1, os.urandom(5000))
+    assert rig.read(1)
+    rig.node.fabric.close()
+    assert not rig.read(1)
+
+
+def test_nothing_is_read_after_close(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(60_000))
+    begun = threading.Event()
+
+    def read() -> None:
+        while (
+            rig.direct.read(FINGERPRINT, [(key_of(1), 60_000, 0, 0, rig.address, 0)], b"", BYTES_MAX)
+            is not None
+        ):
+            begun.set()
+            rig.served()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(20)
+    rig.direct.close()
+    rig.target[:] = bytes(len(rig.target))
+    reader.join(20)
+    assert not reader.is_alive()
+    assert rig.target == bytes(len(rig.target))
+
+
+def test_close_waits_for_a_read_in_progress(rig: Rig) -> None:
+    """The memory may be unmapped then."""
+    rig.shelve(1, os.urandom(1_000_000))
+    rig.target = bytearray(1_000_000)
+    address = address_of(rig.target)
+    for _ in range(20):
+        one, begun, written_after = rig.reads(), threading.Event(), list[bool]()
+
+        def read(one: DirectReads = one, begun: threading.Event = begun) -> None:
+            begun.set()
+            while (
+                one.read(FINGERPRINT, [(key_of(1), 1_000_000, 0, 0, address, 0)], b"", BYTES_MAX) is not None
+            ):
+                rig.served()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert begun.wait(20)
+        time.sleep(0.001)
+        one.close()
+        rig.target[-4096:] = bytes(4096)
+        reader.join(20)
+        written_after.append(rig.target[-4096:] != bytes(4096))
+        assert written_after == [False]
+
+
+def test_a_block_that_changes_while_it_is_copied_is_never_read_in_part(rig: Rig) -> None:
+    """Its memory is used again at once for another version of it, while a reader reads as fast as it can."""
+    length, versions = 30_000, 3000
+    rig.shelve(1, bytes(length))
+    over = threading.Event()
+    outcomes = [0, 0]
+
+    def read() -> None:
+        target = bytearray(length)
+        wanted = (key_of(1), length, 0, 0, address_of(target), 0)
+        while not over.is_set():
+            is_read = rig.direct.read(FINGERPRINT, [wanted], b"", BYTES_MAX) is not None
+            outcomes[is_read] += 1
+            if is_read and target.count(target[0]) != length:
+                outcomes.append(1)
+                return
+            if sum(outcomes) % 64 == 0:
+                rig.served()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    versions_of = random.Random(7)
+    for version in range(1, versions):
+        rig.unlist(1)
+        assert rig.shelf.take([1001 if version == 1 else 10_000 + version - 1])[0]
+        data = bytes([versions_of.randrange(256)]) * length
+        rig.node.fill(0, data)
+        rig.shelve(1, data, id=10_000 + version)
+    over.set()
+    reader.join(20)
+    assert len(outcomes) == 2, "bytes of two versions"
+    assert outcomes[True] > 0
+    assert rig.read(1), "no checksum was found wrong"
+
+
+def test_names_that_find_no_free_slot_are_calls(rig: Rig) -> None:
+    data, count = os.urandom(64), 3 * SLOTS_MIN
+    for number in range(count):
+        rig.shelve(number, data)
+    here = []
+    for number in range(count):
+        if rig.read(number):
+            here.append(number)
+            rig.served()
+    assert 0.9 * SLOTS_MIN < len(here) <= SLOTS_MIN
+    for number in range(count):
+        rig.unlist(number)
+        rig.served()
+    assert not any(rig.read(number) for number in here)
+    for number in range(count, count + SLOTS_MIN // 4):
+        rig.shelve(number, data)
+    found = sum(rig.read(number) for number in range(count, count + SLOTS_MIN // 4))
+    assert found == SLOTS_MIN // 4, "all slots had become free"
+
+
+# --- the log
+
+
+def test_a_full_log_makes_calls_until_it_is_read(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(100))
+    for _ in range(3):  # around its end
+        count = 0
+        while rig.read(1):
+            count += 1
+        assert count == (LOG_BYTES - LOG_HEAD) // (40 + 16 + len(METADATA))
+        told = rig.served()
+        assert len(told) == count
+        assert all((list(one.ids), bytes(one.metadata)) == ([1001], METADATA) for one in told)
+
+
+def test_a_call_makes_room_in_the_log(rig: Rig) -> None:
+    """The node's own thread takes the notes then, whether or not the application asks for them."""
+    rig.desk.log(0)
+    shelf = ShelfRig(rig.pair, shares=True, shelf=rig.shelf)
+    rows = two(shelf)
+    shelf.desk.log(address_of(rig.log))
+    rig.blocks = shelf.blocks
+    while rig.read(1):
+        pass
+    written, taken = struct.unpack("<Q56xQ", rig.log[:72])
+    assert written > taken == 0
+    shelf.call(Wanted(rows, flags=SHARES))
+    wait_until(lambda: rig.pair.near.word(ANSWER_WORD).load() != 0, "the answer")
+    assert struct.unpack("<Q56xQ", rig.log[:72]) == (written, written)
+    assert rig.read(1)
+    assert len(rig.served()) > 800
+
+
+def test_the_use_of_a_block_that_has_gone_is_not_reported(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(100))
+    rig.shelve(2, os.urandom(100), at=4096)
+    assert rig.read(1, 2)
+    rig.unlist(1)
+    rig.shelve(1, os.urandom(100), at=8192, id=5000)
+    (told,) = rig.served()
+    assert list(told.ids) == [0, 1002]
+
+
+def test_the_use_of_a_block_that_has_just_landed_is_reported_with_its_lasting_id(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(100), id=LANDED_ID | 1)
+    rig.shelve(2, os.urandom(100), at=4096, id=LANDED_ID | 2)
+    assert rig.read(1)
+    rig.served()
+    ids = struct.pack("=2Q", LANDED_ID | 1, LANDED_ID | 2)
+    assert rig.shelf.rename(ids, struct.pack("=2Q", 7, 8)) == bytes([RENAMED_USED, 1])
+    assert rig.read(2)
+    (told,) = rig.served()
+    assert list(told.ids) == [8]
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (0, 1 << 40),  # more was written than there is room for
+        (0, 8),  # less than a note
+        (LOG_HEAD, 0),  # its length,
+        (LOG_HEAD, 1 << 31),
+        (LOG_HEAD, 64 | 1000 << 32),  # its blocks,
+        (LOG_HEAD + 8, 1 << 30),  # its metadata
+    ],
+)
+def test_an_impossible_note_closes_the_log(rig: Rig, at: int, value: int) -> None:
+    rig.shelve(1, os.urandom(100))
+    assert rig.read(1)
+    rig.log[at : at + 8] = value.to_bytes(8, "little")
+    assert rig.served() == []
+    assert not rig.read(1)
+    rig.desk.answers(answers=True)
+    assert not rig.read(1), "for good"
+
+
+def test_a_note_of_nonsense_harms_no_other_block(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(100))
+    assert rig.read(1)
+    note = struct.pack("<IIIIQQQ", 56, 1, 0, 0, 5, 1 << 63, 1 << 63) + struct.pack("<QII", 2, 1 << 31, 0)
+    rig.log[LOG_HEAD : LOG_HEAD + 56] = note
+    rig.log[:8] = (56).to_bytes(8, "little")
+    (told,) = rig.served()
+    assert list(told.ids) == [0]
+    assert told.began_ns == told.ended_ns <= time.monotonic_ns()
+    assert told.size_bytes <= rig.node.region.length
+
+
+# --- opening
+
+
+def test_a_directory_that_is_none_is_refused(rig: Rig) -> None:
+    log = address_of(rig.log)
+    for wrong in (
+        bytes(100),
+        bytes(directory_bytes(SLOTS_MIN)),
+        rig.directory[: directory_bytes(SLOTS_MIN) - 128],
+    ):
+        with pytest.raises(FabricError):
+            DirectReads(bytearray(wrong), rig.node.memory, log, OWNER)
+
+
+def test_a_shelf_is_shared_once_and_while_it_is_empty(rig: Rig) -> None:
+    again = mmap.mmap(-1, directory_bytes(SLOTS_MIN))
+    with pytest.raises(FabricError):
+        rig.shelf.share(again)
+    with Side(MEMORY).fabric as fabric, pytest.raises(FabricError):
+        Shelf(fabric, fabric.register(bytearray(4096), remote_write=False)).share(mmap.mmap(-1, 4096))
