@@ -34,7 +34,19 @@ if TYPE_CHECKING:
 
     from nic_offload.flags import FlagWord
 
-__all__ = ["MEMORY", "Endpoint", "Event", "EventKind", "Fabric", "Region", "Statistics", "is_idle"]
+__all__ = [
+    "MEMORY",
+    "Endpoint",
+    "Event",
+    "EventKind",
+    "Fabric",
+    "Region",
+    "Statistics",
+    "hold",
+    "is_idle",
+    "let_go",
+    "region_for",
+]
 
 MEMORY = "memory"  # a provider of our own: between fabrics of one process, without libfabric
 
@@ -158,7 +170,7 @@ class Region(Handle):
             self.registered_ns = time.monotonic_ns()
             fabric.regions.add(self)
 
-    def through(self, endpoint: Endpoint) -> Region:
+    def _through(self, endpoint: Endpoint) -> Region:
         """The region as peers of this endpoint name it: itself, unless the NIC binds memory to endpoints."""
         if not self._fabric.binds_memory:
             return self
@@ -173,14 +185,14 @@ class Region(Handle):
         with self._fabric.closing, self._lock:
             return not self._holds and (self.handle is None or not lib.tk_region_uses(self.handle))
 
-    def hold(self) -> None:
+    def _hold(self) -> None:
         """Keep the region from being closed, for example while a peer writes to it, until a matching `let_go`."""
         with self._lock:
             if self.handle is None:
                 raise FabricError("The region is closed; register the memory again.")
             self._holds += 1
 
-    def let_go(self) -> None:
+    def _let_go(self) -> None:
         """Release a hold: nothing more arrives because of it."""
         with self._lock:
             assert self._holds
@@ -222,7 +234,11 @@ class Region(Handle):
             ffi.release(self._pin)
 
 
-is_idle = Region._is_idle  # noqa: SLF001 - of this module; users of a region don't call it
+# For other modules of the project. Underscored in the class, because users of a region don't call them.
+hold = Region._hold  # noqa: SLF001
+let_go = Region._let_go  # noqa: SLF001
+is_idle = Region._is_idle  # noqa: SLF001
+region_for = Region._through  # noqa: SLF001
 
 
 class Endpoint(Handle):
@@ -446,7 +462,7 @@ class Fabric(Handle):
         """Register memory, for our own operations and, if requested, for peers to write to or read from.
 
         Some NICs (cxi) bind memory to an endpoint: peers can access it only through that one, while it is open.
-        There, memory registered without one is for our own operations, and `Region.through` names it to peers.
+        There, memory registered without one is for our own operations, and `region_for` names it to peers.
         """
         return Region(self, memory, endpoint, remote_write=remote_write, remote_read=remote_read)
 

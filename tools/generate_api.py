@@ -34,7 +34,6 @@ _INSIDE = {
     *("Arrivals.dropped", "Arrivals.forgotten", "Arrivals.stored"),
     *("ClusterBlock.copied", "RegisteredMemory.copied", "Nodes.placed_as", "FlagWord.place"),
     *("Layout.first_head", "Layout.heads"),
-    *("Region.hold", "Region.let_go", "Region.through"),
 }
 _FIRST = ("Client", "Block")  # before the others, which follow by name
 

@@ -12,6 +12,7 @@ from kvstore.errors import InvalidArgument, KeyTaken, NotRegistered
 from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES, THRESHOLD_MAX
 from kvstore.names import UNSAID, check_domain_name, is_in_domain, layout_fingerprint
 from nic_offload.errors import shown
+from nic_offload.fabric import hold, let_go
 from nic_offload.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -237,8 +238,8 @@ def hold_regions(blocks: Iterable[Block]) -> ExitStack:
     """Keep the memory of all of these from being closed, until the result is closed."""
     with ExitStack() as held:
         for region in regions_of(blocks):
-            region.hold()
-            held.callback(region.let_go)
+            hold(region)
+            held.callback(let_go, region)
         return held.pop_all()
 
 

@@ -32,7 +32,7 @@ from kvstore.wire.fabric_call import (
     rows_of_parts,
 )
 from nic_offload.direct import BLOCKS_MAX
-from nic_offload.fabric import EventKind
+from nic_offload.fabric import EventKind, hold, let_go, region_for
 from nic_offload.group import Group
 from nic_offload.trigger import AckWatch, watch_acks
 
@@ -120,7 +120,7 @@ def read_directly(
         )
     finally:
         for region in held:
-            region.let_go()
+            let_go(region)
 
 
 def _hold_regions(blocks: Sequence[Block]) -> list[Region]:
@@ -128,11 +128,11 @@ def _hold_regions(blocks: Sequence[Block]) -> list[Region]:
     held: list[Region] = []
     try:
         for region in dict.fromkeys([block.region for block in blocks]):
-            region.hold()
+            hold(region)
             held.append(region)
     except FabricError:
         for region in held:
-            region.let_go()
+            let_go(region)
         raise
     return held
 
@@ -246,7 +246,7 @@ class Get:
 
     def _named(self) -> Iterable[tuple[Block, Region]]:
         """The blocks, and their memory's addresses as the node uses them."""
-        return [(block, block.region.through(self._link.endpoint)) for block in self._blocks]
+        return [(block, region_for(block.region, self._link.endpoint)) for block in self._blocks]
 
     def request(self, fingerprint: bytes) -> pb.FetchRequest:
         """The call that requests the whole batch."""
@@ -401,7 +401,7 @@ class Get:
     def _let_go(self) -> None:
         held, self._held = self._held, []
         for region in held:
-            region.let_go()
+            let_go(region)
 
     def wait(self, first: int | None = None) -> list[Hit | Miss]:
         """Wait for the first `count` blocks, or for all.

@@ -161,13 +161,13 @@ def test_slabs_are_reused_and_bounded(rig: ClientWithBuffers) -> None:
     slabs = rig.client._core.slabs
     taken = [slabs.take(1) for _ in range(SLABS_KEPT + 3)]
     assert len({one.region.address for one in taken}) == len(taken)
-    taken[0].region.hold()  # something may still come into it
+    taken[0].region._hold()  # something may still come into it
     for one in taken:
         slabs.give_back(one)
     again = [slabs.take(SLAB_BYTES) for _ in range(SLABS_KEPT + 3)]
     assert taken[0].region not in [one.region for one in again]
     assert sum(one in taken for one in again) == SLABS_KEPT
-    taken[0].region.let_go()
+    taken[0].region._let_go()
     large = slabs.take(SLAB_BYTES + 1)
     slabs.give_back(large)
     assert large.region.handle is None, "one of another size is not kept"
