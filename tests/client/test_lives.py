@@ -30,6 +30,7 @@ pytestmark = pytest.mark.node("in process")
 
 WAIT_S = 20.0
 SOON_MS = 1_500
+LATE_MS = 300  # after the end of a life, by when its lease has certainly ended
 KEY = block_key(b"the block")
 PAYLOAD = b"kv" * 2048
 
@@ -125,7 +126,7 @@ def test_a_time_to_live_that_ends_before_the_bytes_arrive_is_no_success(
         client.attach()  # which takes a while
         over_ms = now_ms() + SOON_MS
         puts = client.arm([block], flags[0], expires_unix_ms=over_ms)
-        wait_until(lambda: now_ms() > over_ms, "its time is over")
+        wait_until(lambda: now_ms() > over_ms + LATE_MS, "its time is over")
         flags[0].store(1)
         (result,) = puts.wait(WAIT_S)
     assert isinstance(result.error, Expired)
@@ -269,7 +270,9 @@ def test_a_put_that_lands_after_its_expiry_is_not_acknowledged(client: Client, *
             puts = reserved.arm(flags[0])
         else:
             puts = client.arm([block], flags[0], durability=Durability.LANDED, expires_unix_ms=over_ms)
-        wait_until(lambda: now_ms() > over_ms, "its time is over")
+        wait_until(lambda: now_ms() > over_ms + LATE_MS, "its time is over")
+        if is_asked:
+            wait_until(lambda: puts.has_ended, "the lease of its slot ends with it")
         flags[0].store(1)
         # A slot is leased no longer than its block lives.
         assert isinstance(puts.wait(WAIT_S)[0].error, DeadlineExceeded if is_asked else Expired)

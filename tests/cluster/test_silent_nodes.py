@@ -101,18 +101,21 @@ def test_a_hanging_node_costs_one_short_wait_in_all(rig: Rig, first: str) -> Non
     calls: dict[str, Callable[[], list[object]]] = {
         name: getattr(rig, name) for name in ("put", "put_inline", "get", "get_inline", "exists", "pin")
     }
-    spent_s: list[float] = []
+
+    def took_s(name: str) -> float:
+        began_s = time.monotonic()
+        failed = rig.failed(calls[name]())
+        assert failed == 0 or name.startswith("put"), "one copy is there"
+        return time.monotonic() - began_s
+
+    well_s = [took_s(name) for name in calls]  # by which a busy machine is known
     stop(rig.nodes[1].pid)
     try:
-        for name in (first, *calls, *calls):
-            began_s = time.monotonic()
-            failed = rig.failed(calls[name]())
-            spent_s.append(time.monotonic() - began_s)
-            assert failed == 0 or name.startswith("put"), "one copy is there"
-        *others_s, longest_s = sorted(spent_s)
-        assert ONCE_S / 2 < longest_s < 3 * ONCE_S, "one wait"
-        assert others_s[-1] < ONCE_S / 2, "and no other"
-        assert statistics.median(others_s) < CLUSTER_PROBE_AFTER_MS / 1000, "nor a short one in each call"
+        *others_s, longest_s = sorted(took_s(name) for name in (first, *calls, *calls))
+        assert ONCE_S / 2 < longest_s < 3 * ONCE_S + 3 * max(well_s), "one wait"
+        assert others_s[-1] < 0.9 * ONCE_S + 3 * max(well_s), "and no other"
+        short_s = 0.9 * CLUSTER_PROBE_AFTER_MS / 1000
+        assert statistics.median(others_s) < short_s + 2 * statistics.median(well_s), "nor a short one each"
         with pytest.raises(KvError, match="does not answer"):
             rig.client.delete(rig.keys)
     finally:
