@@ -289,7 +289,7 @@ def test_blocks_of_an_idle_engines_own_cache_are_looked_up_beside_the_second_ste
     begin = engine.scheduling._lookups.begin
     tokens_at: list[int] = []
 
-    def begin_counted(*asked: Any) -> Future[Usable]:
+    def begin_counted(*asked: Any) -> Any:
         tokens_at.append(len(engine.answers["again"]))
         return begin(*asked)
 
