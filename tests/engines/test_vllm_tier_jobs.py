@@ -265,6 +265,11 @@ def test_an_idle_engine_asks_for_all_chunks_of_a_request_at_once_and_waits_a_mom
     assert [one.tier.lookup(key, idle) for key in some] == [LookupResult.HIT] * 3 + [LookupResult.MISS]
     assert asked == [1, 2]  # the first chunk had been asked for
     assert one.told.expected is None
+    unknown, others = one.request("of a window"), keys("others", 3)
+    assert [one.tier.lookup(key, unknown) for key in others] == [LookupResult.RETRY] * 3
+    one.tier.on_schedule_end(STEP)
+    until(lambda: one.tier.lookup(others[0], unknown) is LookupResult.MISS, "the node has answered", 10)
+    assert asked == [1, 2, 3]
     one.tier.shutdown()
 
 

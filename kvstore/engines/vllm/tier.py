@@ -213,18 +213,20 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         keys = expected() if expected is not None else []
         more = self._more(req_context)
         names = [key + more for key in keys if not self._is_too_late(key, req_context)]
+        if not names:
+            return False  # the step's look-ups are asked for at its end, by one call
         for name in names:
             self._lookups.lookup(name, req_context)
         self._lookups.flush()
         until_ns = self._clock.monotonic_ns() + int(VLLM_LOADING_WAIT_S * 1e9)
-        while names and self._lookups.lookup(names[-1], req_context) is None:
+        while self._lookups.lookup(names[-1], req_context) is None:
             left_ns = until_ns - self._clock.monotonic_ns()
             if left_ns <= 0:
                 break
             self._news.wait(left_ns / 1e9)
             self._news.clear()  # of a load that has ended too, `_wait_if_idle` knows
             self._lookups.drain_results()
-        return bool(names)
+        return True
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Record the adapter of a request."""
