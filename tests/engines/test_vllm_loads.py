@@ -6,7 +6,7 @@ import random
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -279,6 +279,30 @@ def test_blocks_of_the_engines_own_cache_wait_for_no_answer_and_are_saved_only_i
     assert engine.check_pages(node, held(engine)) == (11 - stored_blocks) * LAYERS
 
 
+def test_blocks_of_an_idle_engines_own_cache_are_looked_up_beside_the_second_step(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """Digests and look-up cost a millisecond of the scheduler's processor, and its first token needs neither."""
+    engine = Pretend(monkeypatch, folder, FakeNode())
+    engine.add("first", prompt(1), 1)
+    engine.run()
+    begin = engine.scheduling._lookups.begin
+    tokens_at: list[int] = []
+
+    def begin_counted(*asked: Any) -> Any:
+        tokens_at.append(len(engine.answers["again"]))
+        return begin(*asked)
+
+    engine.scheduling._lookups.begin = begin_counted
+    engine.add("again", prompt(1), 3)
+    engine.step()
+    assert len(engine.answers["again"]) == 1
+    assert not any(chain.digests for chain in engine.scheduling._requests["again"].chains.values())
+    engine.run()
+    assert tokens_at == [1]
+    engine.check_answers()
+
+
 def test_a_turn_that_ends_before_the_answer_has_the_engines_blocks(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
@@ -286,7 +310,7 @@ def test_a_turn_that_ends_before_the_answer_has_the_engines_blocks(
     engine = Pretend(monkeypatch, folder, FakeNode())
     blocks: list[int] = []
     engine.scheduling._turns = SimpleNamespace(
-        arrived=lambda _: None, finished=lambda _, digests: blocks.append(len(digests[0]))
+        arrived=lambda _: None, finished=lambda _, digests_of: blocks.append(len(digests_of()[0]))
     )
     engine.add("first", prompt(1), 1)
     engine.run()

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
 
 import numpy as np
 from vllm.config import KVTransferConfig
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
 from kvstore.client import Client
@@ -239,11 +239,165 @@ def test_an_idle_engine_waits_for_pending_loads(node: Node, monkeypatch: pytest.
     one.tier.shutdown()
 
 
-def test_the_connector_tells_the_tier_which_steps_compute_nothing() -> None:
-    connector = TriggerKvTieringConnector.__new__(TriggerKvTieringConnector)
-    connector._engines = [Engine(b"one tier's"), Engine(b"another's")]
-    connector.connector_scheduler = Fake(build_connector_meta=lambda step: f"for {step.name}")
-    for counts, is_idle in (({}, True), ({"r": 1}, False)):
+def test_an_idle_engine_asks_for_all_chunks_of_a_request_at_once_and_waits_a_moment(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "VLLM_LOADING_WAIT_S", 10)
+    one = Tier(node.target)
+    some = keys("at once", 4)
+    assert one.ended(one.submit(some[:3])).success
+    asked: list[int] = []
+    present = one.tier._lookups._present
+
+    def counted(names: list[bytes]) -> list[bool]:
+        asked.append(len(names))
+        return present(names)
+
+    one.tier._lookups._present = counted
+    one.told.expected = lambda: some
+    assert one.tier.lookup(some[0], one.request("busy")) is LookupResult.RETRY  # it computes something
+    one.tier.on_schedule_end(STEP)
+    one.told.is_idle = True
+    idle = one.request("idle")
+    idle.set_offload_key_position(some[3], CHUNKS * 32)  # more than most of the pool
+    assert [one.tier.lookup(key, idle) for key in some] == [LookupResult.HIT] * 3 + [LookupResult.MISS]
+    assert asked == [1, 2]  # the first chunk had been asked for
+    assert one.told.expected is None
+    unknown, others = one.request("of a window"), keys("others", 3)
+    assert [one.tier.lookup(key, unknown) for key in others] == [LookupResult.RETRY] * 3
+    one.tier.on_schedule_end(STEP)
+    until(lambda: one.tier.lookup(others[0], unknown) is LookupResult.MISS, "the node has answered", 10)
+    assert asked == [1, 2, 3]
+    one.tier.shutdown()
+
+
+def test_a_large_load_is_made_by_two_threads_and_ends_with_the_later_one(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Tier(node.target)
+    some = keys("halves", 5)
+    assert one.ended(one.submit(some)).success
+    calls: list[int] = []
+    over: list[float] = []
+    carrier: Any = one.tier._carrier
+    get = carrier.get
+
+    def counted(places: list[Any], *, timeout_s: float) -> list[bool]:
+        calls.append(len(places))
+        if len(places) == 2:
+            raise ValueError("of the first half")
+        time.sleep(0.3)
+        over.append(time.monotonic())
+        here: list[bool] = get(places, timeout_s=timeout_s)
+        return here
+
+    carrier.get = counted
+    assert one.ended(one.submit(some, load=True)).success
+    assert calls == [5]
+    monkeypatch.setattr(tier, "VLLM_TIER_HALF_BYTES_MIN", 2 * CHUNK_BYTES)
+    number = one.submit(some, load=True)
+    _, _, future = one.tier._under_way[number]
+    assert future.result(30).whole == [False] * 5
+    assert len(over) == 2  # nothing writes to the pool any more
+    carrier.get = lambda places, **_: [place.is_here for place in places]
+    here = [False, True, False, False, True]
+    halves: list[Any] = [Fake(is_here=one) for one in here]
+    assert one.tier._get(halves, timeout_s=1) == here
+    one.tier.shutdown()
+
+
+class _Asked(TriggerKvTier):
+    """A tier of ours of which a connector wants to know only whether a request waits for it."""
+
+    awaited = True
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.awaited
+
+
+class _Connector:
+    """One without an engine, whose scheduler gives these answers, the last of them again and again."""
+
+    def __init__(self, *answers: int | None) -> None:
+        self.tiers: list[Any] = [_Asked()]
+        self.ends = self.asked = 0
+        self.one = TriggerKvTieringConnector.__new__(TriggerKvTieringConnector)
+        self.one._engines = [Engine(b"a tier's", is_idle=True)]
+        self.one._has_work, self.one._until_ns, self.one._bounding_group_ids = False, 0, ()
+        each_takes_1_ms: Any = Fake(monotonic_ns=lambda: self.asked * 1_000_000)
+        self.one._clock = each_takes_1_ms
+
+        def look(*_: Any, **__: Any) -> tuple[int | None, bool]:
+            self.asked += 1
+            self.tells_all = self.one._engines[0].expected is not None
+            tokens = answers[min(self.asked, len(answers)) - 1]
+            return tokens, tokens is not None
+
+        def end(_: Any) -> None:
+            self.ends += 1
+
+        self.one.connector_scheduler = Fake(
+            get_num_new_matched_tokens=look,
+            update_state_after_alloc=lambda *_: None,
+            build_connector_meta=lambda step: f"for {step.name}",
+            manager=Fake(on_schedule_end=end, secondary_tiers=self.tiers),
+        )
+
+    def matched(self) -> tuple[int | None, bool]:
+        found: tuple[int | None, bool] = self.one.get_num_new_matched_tokens(Fake(), 0)
+        return found
+
+
+def test_look_up_and_load_of_an_idle_engine_end_within_one_step() -> None:
+    it = _Connector(None, None, 64)
+    assert it.matched() == (64, True)
+    assert (it.asked, it.ends) == (3, 2)
+    assert it.one._engines[0].expected is None
+
+
+def test_a_step_waits_for_no_tier_that_has_something_to_do_or_nothing_under_way_or_for_long() -> None:
+    busy = _Connector(None, 64)
+    busy.one.update_state_after_alloc(Fake(), None, 0)  # of another request of this step
+    assert (busy.matched(), busy.ends) == ((None, False), 0)
+    quiet = _Connector(None, 64)
+    quiet.tiers[0].awaited = False
+    assert (quiet.matched(), quiet.ends) == ((None, False), 1)
+    beside = _Connector(None, 64)
+    beside.tiers.append(Fake(is_awaited=True))
+    assert (beside.matched(), beside.ends) == ((None, False), 0)
+    slow = _Connector(None)
+    assert (slow.matched(), slow.ends) == ((None, False), 19)
+    assert (slow.matched(), slow.ends) == ((None, False), 19)  # of another request of this step
+    assert not slow.tells_all
+    slow.one.build_connector_meta(Fake(name="a step", num_scheduled_tokens={}))
+    assert (slow.matched(), slow.ends) == ((None, False), 38)
+
+
+def test_the_connector_knows_which_chunks_vllm_will_look_up() -> None:
+    one = _Connector(0).one
+    groups = [Fake(group_idx=0, tokens_per_chunk=64, hashes_per_chunk=2, sliding_window_size_in_chunks=None)]
+    one.scheduler.config = Fake(kv_group_configs=groups)
+    hashes = [bytes([number]) * 32 for number in range(9)]
+    told = one._keys(Fake(block_hashes=hashes), 100)
+    assert told == [make_offload_key(one, 0) for one in (hashes[3], hashes[5], hashes[7])]
+    assert one._keys(Fake(block_hashes=hashes), 9 * 32) == []
+    groups[0].sliding_window_size_in_chunks = 2
+    assert one._keys(Fake(block_hashes=hashes), 0) == []
+    groups[0].sliding_window_size_in_chunks = None
+    groups.append(groups[0])
+    assert one._keys(Fake(block_hashes=hashes), 0) == []
+
+
+def test_the_connector_tells_the_tier_which_steps_compute_and_copy_nothing() -> None:
+    connector = _Connector(0).one
+    connector._engines.append(Engine(b"another's"))
+    for counts, has_load, is_idle in (({}, False, True), ({"r": 1}, False, False), ({}, True, False)):
+        if has_load:
+            connector.update_state_after_alloc(Fake(), None, 64)
         step: Any = Fake(name="a step", num_scheduled_tokens=counts)
         assert connector.build_connector_meta(step) == "for a step"
         assert [engine.is_idle for engine in connector._engines] == [is_idle] * 2

@@ -32,6 +32,7 @@ BYTES_MAX = 2 << 20
 METADATA = b"\x03\x02\x00\x00keyva\x00\x00\x00\x00\x00\x00\x00"
 LANDED_ID = 1 << 63
 LOG_HEAD = 4096
+HEAD_BYTES, SLOT_BYTES = 4096, 128  # of the directory
 SLOTS_MIN = 1024
 
 
@@ -287,7 +288,7 @@ def test_close_waits_for_a_read_in_progress(rig: Rig) -> None:
 
 def test_a_block_that_changes_while_it_is_copied_is_never_read_in_part(rig: Rig) -> None:
     """Its memory is used again at once for another version of it, while a reader reads as fast as it can."""
-    length, versions = 30_000, 3000
+    length, versions = 500_000, 400
     rig.shelve(1, bytes(length))
     over = threading.Event()
     outcomes = [0, 0]
@@ -330,6 +331,8 @@ def test_names_that_find_no_free_slot_are_calls(rig: Rig) -> None:
             here.append(number)
             rig.served()
     assert 0.9 * SLOTS_MIN < len(here) <= SLOTS_MIN
+    other = rig.reads(b"x" * 16)
+    assert not any(rig.read(number, direct=other) for number in here), "of the same owner only"
     for number in range(count):
         rig.unlist(number)
         rig.served()
@@ -360,6 +363,7 @@ def test_a_full_log_makes_calls_until_it_is_read(rig: Rig) -> None:
         while rig.read(1):
             count += 1
         assert count == (LOG_BYTES - LOG_HEAD) // (40 + 16 + len(METADATA))
+        assert not rig.direct.has_all(FINGERPRINT, [key_of(1)], METADATA)
         told = rig.served()
         assert len(told) == count
         assert all((list(one.ids), bytes(one.metadata)) == ([1001], METADATA) for one in told)
@@ -429,7 +433,11 @@ def test_an_impossible_note_closes_the_log(rig: Rig, at: int, value: int) -> Non
 def test_a_note_of_nonsense_harms_no_other_block(rig: Rig) -> None:
     rig.shelve(1, os.urandom(100))
     assert rig.read(1)
-    note = struct.pack("<IIIIQQQ", 56, 1, 0, 0, 5, 1 << 63, 1 << 63) + struct.pack("<QII", 2, 1 << 31, 0)
+    seqs = range(HEAD_BYTES, len(rig.directory), SLOT_BYTES)
+    (slot,) = [number for number, at in enumerate(seqs) if rig.directory[at]]
+    note = struct.pack("<IIIIQQQ", 56, 1, 0, 0, 5, 1 << 63, 1 << 63) + struct.pack(
+        "<QII", 2, 1 << 31 | slot, 0
+    )
     rig.log[LOG_HEAD : LOG_HEAD + 56] = note
     rig.log[:8] = (56).to_bytes(8, "little")
     (told,) = rig.served()

@@ -19,7 +19,7 @@ from kvstore.engines.vllm.weights import adapter_name
 from kvstore.errors import KvError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 __all__ = ["Adapter", "Engine", "engine_of", "tell_adapter"]
 
@@ -37,7 +37,8 @@ class Engine:
     loads: bool = True
     adapters: dict[str, bytes] = field(default_factory=dict)  # of requests on their way to the manager
     epoch: bytes = b""  # of the weights: another one finds nothing of what was stored before
-    is_idle: bool = False  # whether the last step computed nothing
+    expected: Callable[[], list[bytes]] | None = None  # all keys of the request that is being looked up
+    is_idle: bool = False  # whether the last step computed and copied nothing, and so far this one
 
     def reset(self) -> None:
         """Ignore everything stored so far: the weights may have changed."""

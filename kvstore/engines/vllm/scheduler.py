@@ -54,6 +54,7 @@ class _Request:
     unread: Future[Usable] | None = (
         None  # a look-up that nothing waited for, because the engine had all blocks itself
     )
+    is_unasked: bool = False  # such a look-up has yet to be begun
     asked: bool = False  # whether the answer was waited for
     computed_tokens: int = 0  # what the engine had when it was offered more
     told_tokens: int = 0  # those, and what was offered and taken: whatever else it has is another connector's
@@ -115,11 +116,15 @@ class Scheduling:
     # --- a new request
 
     def new_request(self, request: Any) -> None:
-        """Look up its stored blocks, long before it is scheduled if the engine is busy."""
+        """Look up its stored blocks if the engine is busy, long before it is scheduled.
+
+        An idle engine schedules it at once: then the look-up waits until it is known whether the engine has all blocks.
+        """
         known = self._known(request)
         if self._may_load:
             self._turns.arrived(request, known.matched)
-        self._begin_lookup(known)
+        if not self._is_idle:
+            self._begin_lookup(known)
 
     def _known(self, request: Any) -> _Request:
         known = self._requests.get(request.request_id)
@@ -150,15 +155,24 @@ class Scheduling:
             return None, False
         if known.offers > request.num_preemptions:
             return 0, False  # the offered blocks have not arrived, and may never
-        if known.lookup is None:
-            self._begin_lookup(known)
         known.computed_tokens = computed_tokens
         # At least one token is computed: the next one depends on it.
         step = self._lookups.step_tokens
         most = (request.num_tokens - 1) // step * step
-        if known.lookup is None or most <= computed_tokens:
+        if most <= computed_tokens:
             known.unread = known.lookup
+            may_ask = self._may_load and not known.matched.denied
+            known.is_unasked = may_ask and known.lookup is None and computed_tokens > 0
             return 0, False
+        return self._offer(known, most)
+
+    def _offer(self, known: _Request, most: int) -> tuple[int | None, bool]:
+        """The same for a request of whose first tokens, at most so many, the engine has not all itself."""
+        if known.lookup is None:
+            self._begin_lookup(known)
+        if known.lookup is None:
+            return 0, False
+        computed_tokens = known.computed_tokens
         try:
             found = known.lookup.result(self._patience_s(known))
         except NotYet:
@@ -234,7 +248,16 @@ class Scheduling:
             known.saved[number] = max(known.saved[number], tokens // group.block_tokens)
 
     def _is_read(self, known: _Request) -> bool:
-        """Whether it is known which of the blocks that the engine had itself are stored."""
+        """Whether it is known which of the blocks that the engine had itself are stored.
+
+        They are looked up beside the second step: the first one's token is what the user waits for.
+        """
+        if known.is_unasked:
+            if known.request.num_computed_tokens <= known.computed_tokens:
+                return False
+            known.is_unasked = False
+            self._begin_lookup(known)
+            known.unread, known.lookup = known.lookup, None
         if known.unread is None:
             return True
         if not known.unread.done() and self._clock.monotonic_ns() < known.lookup_until_ns:
@@ -377,15 +400,17 @@ class Scheduling:
         """Forget it; if it belongs to a session, its blocks are appended as a turn."""
         known = self._requests.pop(request.request_id, None)
         if known is not None and self._may_save:
-            if not self._is_read(known):  # the node checks that all blocks of a session are stored
+            if known.is_unasked or not self._is_read(known):
+                # The node checks that all blocks of a session are stored.
                 self._are_stored(known, known.computed_tokens)
-            self._turns.finished(
-                request,
-                [
-                    known.chains[group.block_tokens].digests[: known.saved[number]]
-                    for number, group in enumerate(self._groups)
-                ],
-            )
+            self._turns.finished(request, lambda: self._saved_of(known))
+
+    def _saved_of(self, known: _Request) -> list[list[bytes]]:
+        """The digests of its saved blocks, group by group."""
+        return [
+            known.chains[group.block_tokens].grow()[: known.saved[number]]
+            for number, group in enumerate(self._groups)
+        ]
 
 
 def _first_of(missing: set[int], blocks: Sequence[int]) -> int:

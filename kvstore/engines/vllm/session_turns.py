@@ -24,7 +24,7 @@ from kvstore.limits import VLLM_TURN_AGAIN_MS, VLLM_TURN_TRIES, VLLM_TURNS_QUEUE
 from kvstore.names import SHARED, UNSAID, domain_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore.client import Matched, Session
     from kvstore.engines.vllm.groups import Group
@@ -78,10 +78,13 @@ class Turns:
         elif (session := self._rules.session(*named)) is not None:
             self._later(session.prefetch)
 
-    def finished(self, request: Any, digests: Sequence[Sequence[bytes]]) -> None:
-        """Append the blocks that its session lacks; the digests are of saved blocks, group by group."""
+    def finished(self, request: Any, digests_of: Callable[[], Sequence[Sequence[bytes]]]) -> None:
+        """Append the blocks that its session lacks; the digests are of saved blocks, group by group.
+
+        They are asked for only if it names a session.
+        """
         session = self._session(request)
-        if session is None or not all(digests):
+        if session is None or not all(digests := digests_of()):
             return
         tokens = min(
             len(of_group) * group.block_tokens for of_group, group in zip(digests, self._groups, strict=True)

@@ -20,6 +20,7 @@ import json
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -46,6 +47,7 @@ from kvstore.limits import (
     VLLM_LOAD_THREADS,
     VLLM_LOADING_WAIT_S,
     VLLM_SHUTDOWN_MS,
+    VLLM_TIER_HALF_BYTES_MIN,
     VLLM_TIER_STORING_PART,
 )
 from kvstore.names import block_key
@@ -163,6 +165,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups = _Lookups(tier_type, self._present)
         self._seen: dict[str, _Seen] = {}
         self._loads = ThreadPoolExecutor(VLLM_LOAD_THREADS, "kvstore-tier-load")
+        self._halves = ThreadPoolExecutor(VLLM_LOAD_THREADS, "kvstore-tier-half")  # one of a load each
         self._saves = ThreadPoolExecutor(1, "kvstore-tier-save")
         self._under_way: dict[int, tuple[bool, _Job, Future[_Moved]]] = {}
         self._ended: list[JobResult] = []
@@ -180,14 +183,14 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         """Whether a chunk can be loaded, decided once per request; RETRY until the node has answered or is late."""
         if not self._engine.loads:
             return LookupResult.MISS
-        # The later chunks of a prompt longer than the pool would evict the earlier ones before use.
-        end_token = req_context.get_offload_key_position(key)
-        if end_token is not None and end_token > self._tokens_max:
+        if self._is_too_late(key, req_context):
             return LookupResult.MISS
         name = key + self._more(req_context)
         if (seen := self._seen.get(req_context.req_id)) is None:
             seen = self._seen[req_context.req_id] = _Seen(self._clock.monotonic_ns())
         found = self._lookups.lookup(name, req_context)
+        if found is None and self._engine.is_idle and self._ask_for_all(req_context):
+            found = self._lookups.lookup(name, req_context)
         if found is None:
             if self._clock.monotonic_ns() - seen.asked_ns <= self._lookup_ns:
                 self._is_asking = True
@@ -198,6 +201,32 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
             self._count("evicted_chunks", 1)
             return LookupResult.MISS
         return LookupResult.HIT if found else LookupResult.MISS
+
+    def _is_too_late(self, key: bytes, req_context: Any) -> bool:
+        """Whether a chunk is behind what the pool holds of a prompt: it would evict earlier ones before use."""
+        end_token = req_context.get_offload_key_position(key)
+        return end_token is not None and end_token > self._tokens_max
+
+    def _ask_for_all(self, req_context: Any) -> bool:
+        """Ask for all chunks of a request at its first one, and wait a moment, because the engine is idle."""
+        expected, self._engine.expected = self._engine.expected, None
+        keys = expected() if expected is not None else []
+        more = self._more(req_context)
+        names = [key + more for key in keys if not self._is_too_late(key, req_context)]
+        if not names:
+            return False  # the step's look-ups are asked for at its end, by one call
+        for name in names:
+            self._lookups.lookup(name, req_context)
+        self._lookups.flush()
+        until_ns = self._clock.monotonic_ns() + int(VLLM_LOADING_WAIT_S * 1e9)
+        while self._lookups.lookup(names[-1], req_context) is None:
+            left_ns = until_ns - self._clock.monotonic_ns()
+            if left_ns <= 0:
+                break
+            self._news.wait(left_ns / 1e9)
+            self._news.clear()  # of a load that has ended too, `_wait_if_idle` knows
+            self._lookups.drain_results()
+        return True
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Record the adapter of a request."""
@@ -248,7 +277,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_load(self, job_metadata: Any) -> None:
         """Queue chunks to be loaded."""
-        self._begin(self._loads, self._carrier.get, job_metadata, self._load_ns)
+        self._begin(self._loads, self._get, job_metadata, self._load_ns)
 
     def _begin(
         self, threads: ThreadPoolExecutor, move: Callable[..., list[bool]], told: Any, ns: int
@@ -282,6 +311,18 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
                 log.exception("Moving chunks failed.")
         return _Moved(whole, (self._clock.monotonic_ns() - began_ns) / 1e9)
 
+    def _get(self, places: Sequence[Place], *, timeout_s: float) -> list[bool]:
+        """In a thread: get chunks; many of them by two threads, as one doesn't copy as fast as the memory allows."""
+        half = len(places) // 2
+        if half * self._size < VLLM_TIER_HALF_BYTES_MIN:
+            return self._carrier.get(places, timeout_s=timeout_s)
+        get, request = self._carrier.get, copy_context()
+        rest = self._halves.submit(request.run, get, places[half:], timeout_s=timeout_s)
+        try:
+            return get(places[:half], timeout_s=timeout_s) + rest.result()
+        finally:
+            wait([rest])  # it writes to the pool
+
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """The jobs that ended since the last call, and the chunks they moved."""
         self._wait_if_idle()
@@ -294,10 +335,16 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _wait_if_idle(self) -> None:
         """Wait a moment for the node, because an engine that computes nothing would spin, and keep Python's lock."""
-        is_asking, self._is_asking = self._is_asking, False
-        if self._engine.is_idle and (is_asking or any(is_load for is_load, _, _ in self._under_way.values())):
+        is_awaited, self._is_asking = self.is_awaited, False
+        has_ended = any(future.done() for _, _, future in self._under_way.values())
+        if self._engine.is_idle and is_awaited and not has_ended:
             self._news.wait(VLLM_LOADING_WAIT_S)
         self._news.clear()  # before anything is taken: what ends later is news again
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a request waits for an answer of the node's, or for a load."""
+        return self._is_asking or any(is_load for is_load, _, _ in self._under_way.values())
 
     def _loaded(self, job_id: int, job: _Job, moved: _Moved) -> JobResult:
         here, missing = _parted(job.keys, moved.whole)
@@ -377,7 +424,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         under_way = [future for _, _, future in self._under_way.values()]
         if wait(under_way, _SHUTDOWN_S).not_done:
             raise DeadlineExceeded("Jobs of the tier have not ended; the pool's memory must stay allocated.")
-        for threads in (self._loads, self._saves):
+        for threads in (self._loads, self._halves, self._saves):
             threads.shutdown()
         self._lookups.shutdown()
 
