@@ -170,3 +170,14 @@ def test_calls_of_a_client_closed_by_its_user_raise_closed(rig: Rig) -> None:
     rig.client.close()
     with pytest.raises(Closed):
         rig.exists()
+
+
+@pytest.mark.parametrize("transport", ["auto"])
+def test_clients_on_a_nodes_machine_call_it_for_each_get(rig: Rig) -> None:
+    """A cluster confirms deletions without a node that hangs, whose memory they could still read."""
+    assert rig.failed(rig.get()) == 0
+    for node in rig.nodes:
+        link = rig.client.nodes.at(node.target)._core.link
+        assert link is not None
+        assert link.mapped.hot is not None
+        assert link.mapped.directory is link.direct is None
