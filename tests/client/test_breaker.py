@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.client import Block, Hit
 from kvstore.client.breaker import Breaker
+from kvstore.client.link import Link
 from kvstore.errors import DeadlineExceeded, NodeUnavailable, Overloaded
 from kvstore.limits import BREAKER_LATE_MS, BREAKER_MS_MAX, BREAKER_MS_MIN
 from kvstore.miss import Miss, MissReason
@@ -110,8 +111,9 @@ def test_other_exceptions_do_not_mark_a_node_as_silent(breaker: Breaker, clock: 
 
 
 def test_a_stopped_node_costs_one_deadline_and_then_fails_fast(
-    node: NodeProcess, rig: ClientWithBuffers
+    node: NodeProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Link, "_open_direct", lambda *_: None)  # else a block in its memory is still read
     block = rig.block(0)
     put(rig, [block])
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
