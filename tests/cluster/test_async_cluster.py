@@ -158,7 +158,9 @@ def test_memory_of_a_cancelled_get_is_free_when_the_await_ends(
 ) -> None:
     """Also that of blocks on a node that hangs, and continues afterwards."""
     keys, source = new_keys(), bytearray(secrets.token_bytes(COUNT * BYTES))
-    monkeypatch.setattr(Link, "_open_direct", lambda *_: None)  # which reads the memory of a node that hangs, too
+    monkeypatch.setattr(
+        Link, "_open_direct", lambda *_: None
+    )  # which reads the memory of a node that hangs, too
 
     async def work() -> None:
         async with client_of(nodes, replicas=1) as client:
