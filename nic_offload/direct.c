@@ -25,6 +25,7 @@
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define BYTES_A_STEP (16u << 10) /* copied, and checksummed while they are in the cache */
 #define MANY_BYTES (2u << 20)	 /* of a get: more than fits into its caller's cache */
@@ -37,6 +38,7 @@ struct tk_direct {
 	uint64_t memory_bytes, mask;
 	struct read_log *log;
 	uint8_t owner[TK_OWNER_BYTES];
+	pid_t process; /* a fork has the same log, and must not write there */
 
 	int users, closing, distrusts; /* atomic */
 	uint64_t blocks;	       /* atomic: read here */
@@ -70,6 +72,7 @@ int tk_direct_open(const struct tk_direct_setup *setup, struct tk_direct **out)
 	direct->mask = slots - 1;
 	direct->log = (void *)(uintptr_t)setup->log;
 	memcpy(direct->owner, setup->owner, sizeof direct->owner);
+	direct->process = getpid();
 	pthread_mutex_init(&direct->log_lock, NULL);
 	*out = direct;
 	return 0;
@@ -96,7 +99,8 @@ uint64_t tk_direct_blocks(const struct tk_direct *direct)
 static int may_read(const struct tk_direct *direct)
 {
 	uint32_t owner = __atomic_load_n(direct->alive, __ATOMIC_ACQUIRE);
-	return owner & FUTEX_TID_MASK && !(owner & FUTEX_OWNER_DIED) && !__atomic_load_n(&direct->distrusts, __ATOMIC_RELAXED) &&
+	return owner & FUTEX_TID_MASK && !(owner & FUTEX_OWNER_DIED) && direct->process == getpid() &&
+	       !__atomic_load_n(&direct->distrusts, __ATOMIC_RELAXED) &&
 	       __atomic_load_n(&direct->log->is_open, __ATOMIC_ACQUIRE);
 }
 

@@ -238,6 +238,16 @@ def test_nothing_is_read_once_the_node_has_ended(rig: Rig) -> None:
     assert not rig.read(1)
 
 
+def test_a_forked_process_reads_nothing(rig: Rig) -> None:
+    """It would write into its parent's log."""
+    rig.shelve(1, os.urandom(5000))
+    child = os.fork()
+    if not child:
+        os._exit(10 + rig.read(1))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 10
+    assert rig.read(1)
+
+
 def test_nothing_is_read_after_close(rig: Rig) -> None:
     rig.shelve(1, os.urandom(60_000))
     begun = threading.Event()
