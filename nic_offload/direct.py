@@ -24,6 +24,7 @@ __all__ = ["BLOCKS_MAX", "LOG_BYTES", "DirectReads"]
 BLOCKS_MAX: Final = int(lib.TK_DIRECT_BLOCKS)  # in one get
 LOG_BYTES: Final = int(lib.TK_READ_LOG_BYTES)
 _BLOCK = struct.Struct("=32s3I4x2Q")
+_KEY_BYTES = int(lib.TK_KEY_BYTES)
 assert _BLOCK.size == ffi.sizeof("struct tk_direct_block")
 
 
@@ -68,6 +69,8 @@ class DirectReads:
         """Whether all of these blocks are in the node's memory; if False, make a call."""
         metadata += bytes(-len(metadata) % 8)
         joined = b"".join(keys)
+        if len(joined) != _KEY_BYTES * len(keys):
+            return False  # the node says what is wrong with them
         return bool(lib.tk_direct_has(self._handle, fingerprint, joined, len(keys), metadata, len(metadata)))
 
     @property

@@ -180,4 +180,5 @@ def test_clients_on_a_nodes_machine_call_it_for_each_get(rig: Rig) -> None:
         link = rig.client.nodes.at(node.target)._core.link
         assert link is not None
         assert link.mapped.hot is not None
-        assert link.mapped.directory is link.direct is None
+        assert link.mapped.directory is None
+        assert link.direct is None
