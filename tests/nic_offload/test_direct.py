@@ -510,9 +510,11 @@ def test_a_thread_with_a_small_stack_reads(rig: Rig) -> None:
     assert outcomes == [True]
 
 
-def test_keys_of_another_length_are_a_call(rig: Rig) -> None:
+def test_keys_and_layouts_of_another_length_are_a_call(rig: Rig) -> None:
     """No byte behind them is looked at."""
     rig.shelve(1, os.urandom(100))
+    assert not rig.read(1, fingerprint=FINGERPRINT * 2)
+    assert not rig.direct.has_all(FINGERPRINT * 2, [key_of(1)], METADATA)
     assert not rig.direct.has_all(FINGERPRINT, [key_of(1) + key_of(1)], METADATA)
     assert not rig.direct.has_all(FINGERPRINT, [key_of(1), b""], METADATA)
 
