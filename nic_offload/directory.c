@@ -42,14 +42,17 @@ static void change(struct directory_slot *slot, const struct tk_shelved *block, 
 	uint64_t seq = slot->seq;
 	__atomic_store_n(&slot->seq, seq + 1, __ATOMIC_RELAXED);
 	__atomic_thread_fence(__ATOMIC_RELEASE);
-	slot->length = block ? block->length : 0;
+	struct directory_slot there = {0};
 	if (block) {
-		slot->offset = offset;
-		slot->crc32c = block->crc32c;
-		memcpy(slot->owner, block->owner, sizeof slot->owner);
-		memcpy(slot->key, block->key, sizeof slot->key);
-		memcpy(slot->fingerprint, block->fingerprint, sizeof slot->fingerprint);
+		there.offset = offset;
+		there.length = block->length;
+		there.crc32c = block->crc32c;
+		memcpy(there.owner, block->owner, sizeof there.owner);
+		memcpy(there.key, block->key, sizeof there.key);
+		memcpy(there.fingerprint, block->fingerprint, sizeof there.fingerprint);
 	}
+	/* Of a block that has gone, clients are left neither the name nor the checksum. */
+	memcpy(&slot->offset, &there.offset, sizeof there - offsetof(struct directory_slot, offset));
 	__atomic_store_n(&slot->seq, seq + 2, __ATOMIC_RELEASE);
 	/* Memory that is reused next must not be seen before this. */
 	__atomic_thread_fence(__ATOMIC_SEQ_CST);

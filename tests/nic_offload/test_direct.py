@@ -347,6 +347,15 @@ def test_names_that_find_no_free_slot_are_calls(rig: Rig) -> None:
     assert found == SLOTS_MIN // 4, "all slots had become free"
 
 
+def test_nothing_of_a_block_is_left_in_the_directory(rig: Rig) -> None:
+    """Clients have it mapped, and an erasure leaves no name."""
+    rig.shelve(1, os.urandom(100))
+    assert rig.directory.find(key_of(1)) > 0
+    rig.unlist(1)
+    slots = memoryview(rig.directory)[HEAD_BYTES:].cast("Q").tolist()
+    assert [word for word in slots if word] == [4], "only its `seq`"
+
+
 def test_a_name_is_found_behind_slots_that_became_free(rig: Rig) -> None:
     data = os.urandom(64)
     for number in range(SLOTS_MIN // 2):
