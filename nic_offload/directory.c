@@ -23,6 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 struct directory {
@@ -91,12 +92,23 @@ void directory_free(struct tk_shelf *shelf)
 	free(shelf->directory);
 }
 
+/* Whether the kernel knows this thread's robust mutexes. A sandbox or an emulator may not have the call by which the C
+ * library says so, and the library doesn't tell. */
+static int is_death_noted(void)
+{
+	void *list = NULL;
+	size_t bytes;
+	return !syscall(SYS_get_robust_list, 0, &list, &bytes) && list;
+}
+
 /* Locks a mutex that is never unlocked: this thread holds it until it ends. Returns the offset of the word with the
  * thread's number; 0: there is none, and nothing can be shared. */
 static uint64_t hold_until_death(struct directory_head *head)
 {
 	pthread_mutexattr_t how;
 	int32_t words[sizeof head->owner / sizeof(int32_t)];
+	if (!is_death_noted())
+		return 0;
 	pthread_mutexattr_init(&how);
 	int failed = pthread_mutexattr_setpshared(&how, PTHREAD_PROCESS_SHARED) ||
 		     pthread_mutexattr_setrobust(&how, PTHREAD_MUTEX_ROBUST) || pthread_mutex_init(&head->owner, &how) ||

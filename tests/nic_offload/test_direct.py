@@ -6,6 +6,8 @@ import mmap
 import os
 import random
 import struct
+import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -540,6 +542,40 @@ def test_a_directory_that_is_none_is_refused(rig: Rig) -> None:
     ):
         with pytest.raises(FabricError):
             DirectReads(bytearray(wrong), rig.node.memory, log, OWNER)
+
+
+_WITHOUT_ROBUST_MUTEXES = """
+import ctypes, mmap, platform, struct
+from nic_offload.errors import FabricError
+from nic_offload.fabric import MEMORY, Fabric
+from nic_offload.shelf import Shelf, directory_bytes
+
+call = {"x86_64": 273, "aarch64": 99}[platform.machine()]
+program = b"".join(struct.pack("=HBBI", *one) for one in (
+    (0x20, 0, 0, 0), (0x15, 0, 1, call), (0x06, 0, 0, 0x00050000 | 38), (0x06, 0, 0, 0x7FFF0000)))
+rules = ctypes.create_string_buffer(program, len(program))
+given = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(rules))
+libc = ctypes.CDLL(None, use_errno=True)
+assert not libc.prctl(38, 1, 0, 0, 0) and not libc.prctl(22, 2, given, 0, 0), ctypes.get_errno()
+with Fabric(MEMORY) as fabric:
+    shelf = Shelf(fabric, fabric.register(bytearray(4096), remote_write=False))
+    try:
+        shelf.share(mmap.mmap(-1, directory_bytes(1)))
+    except FabricError:
+        print("refused")
+"""
+
+
+def test_nothing_is_shared_where_the_kernel_would_not_note_the_nodes_death() -> None:
+    """As in a sandbox without `set_robust_list`: the directory would go on saying what was listed."""
+    told = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_ROBUST_MUTEXES],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert told.stdout.strip() == "refused"
 
 
 def test_a_shelf_is_shared_once_and_while_it_is_empty(rig: Rig) -> None:
