@@ -365,6 +365,7 @@ LOOKUPS_MAX = 16_384  # look-ups that a node remembers, of all tenants
 LOOKUPS_BYTES_MAX = 8 << 20  # of these in memory, in their form in the log
 LOOKUPS_LISTED_MAX = 256  # in one answer
 LOOKUP_RUNS_MAX = 64  # of one look-up; further ones are merged into one
+LOOKUP_BLOCKS_MAX = (1 << 32) - 1  # of a run; callers report any number
 LOOKUP_MISSES_EXPLAINED_MAX = 128  # blocks of one look-up for which the reason of a removal is searched
 LOOKUP_ID_BYTES_MAX = 128
 LOOKUP_DETAIL_BYTES_MAX = 96

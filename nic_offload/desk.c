@@ -66,11 +66,11 @@ void tk_desk_close(struct tk_desk *desk)
 	free(desk);
 }
 
-int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes)
+int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes, int begins)
 {
 	size_t taken = 0;
 	pthread_mutex_lock(&shelf->lock);
-	shelf_take_notes(shelf);
+	shelf_take_notes(shelf, begins);
 	while (shelf->first && shelf->first->told.bytes <= out_bytes - taken) {
 		struct served *served = shelf->first;
 		memcpy((char *)out + taken, &served->told, sizeof served->told);

@@ -4,7 +4,8 @@
  *
  * What always holds: a note is taken once. What a client writes is copied once and then checked; a false note harms only
  * the statistics of its own tenant, and an impossible one closes its log for good. Nobody waits: a client whose log is full
- * makes a call, which has its notes taken. All under the shelf's lock.
+ * makes a call, which has its notes taken; and whoever takes all notes takes those written when it began, so that
+ * clients that go on writing don't keep it. All under the shelf's lock.
  */
 #define _GNU_SOURCE
 #include "desk_inside.h"
@@ -24,7 +25,7 @@ void tk_desk_log(struct tk_desk *desk, void *log)
 		return;
 	}
 	desk->log = log;
-	desk->log_taken = 0;
+	desk->log_taken = desk->log_until = 0;
 	desk->next_logged = shelf->logged;
 	shelf->logged = desk;
 	__atomic_store_n(&desk->log->is_open, (uint64_t)desk->answers, __ATOMIC_RELEASE);
@@ -94,6 +95,7 @@ static int take_note(struct tk_desk *desk, uint64_t written)
 	if (!served)
 		return 0;
 	uint64_t now_ns = tk_now_ns(), bytes_max = note.blocks * shelf->region->length;
+	bytes_max = bytes_max < READ_BYTES_MAX ? bytes_max : READ_BYTES_MAX;
 	int is_past = note.began_ns <= note.ended_ns && note.ended_ns <= now_ns;
 	served->told.desk = desk->setup.tag;
 	served->told.began_ns = is_past ? note.began_ns : now_ns;
@@ -114,11 +116,8 @@ static int take_note(struct tk_desk *desk, uint64_t written)
 	return 1;
 }
 
-void desk_take_notes(struct tk_desk *desk)
+static void take_until(struct tk_desk *desk, uint64_t written)
 {
-	if (!desk->log)
-		return;
-	uint64_t written = __atomic_load_n(&desk->log->written, __ATOMIC_ACQUIRE);
 	int taken = written - desk->log_taken > READ_LOG_DATA_BYTES ? -EINVAL : 1;
 	while (taken > 0 && desk->log_taken != written)
 		taken = take_note(desk, written);
@@ -127,10 +126,24 @@ void desk_take_notes(struct tk_desk *desk)
 		desk_close_log(desk);
 }
 
-void shelf_take_notes(struct tk_shelf *shelf)
+static uint64_t written_in(const struct tk_desk *desk)
+{
+	return __atomic_load_n(&desk->log->written, __ATOMIC_ACQUIRE);
+}
+
+void desk_take_notes(struct tk_desk *desk)
+{
+	if (desk->log)
+		take_until(desk, written_in(desk));
+}
+
+void shelf_take_notes(struct tk_shelf *shelf, int begins)
 {
 	for (struct tk_desk *desk = shelf->logged, *next; desk; desk = next) {
 		next = desk->next_logged;
-		desk_take_notes(desk);
+		if (begins)
+			desk->log_until = written_in(desk);
+		if (begins || desk->log_until - desk->log_taken <= READ_LOG_DATA_BYTES) /* else a call had more taken */
+			take_until(desk, desk->log_until);
 	}
 }

@@ -8,7 +8,8 @@
  *
  * What always holds: a get is answered here completely or not at all. It is noted in the log, or not answered here. One
  * wrong checksum ends direct reads on this connection: the node checks its memory itself when it is called. Nothing is
- * read once the node's thread has ended, or after `tk_direct_close` has returned; it waits for reads in progress.
+ * read once the node's thread has ended, or after `tk_direct_close` has returned; it waits for reads in progress. Nor in a
+ * child after fork: the log has one writer, and its lock may be held by a thread that the child doesn't have.
  *
  * A look-up of many names is answered likewise if all of them are listed.
  *
@@ -38,8 +39,8 @@ struct tk_direct {
 	uint64_t memory_bytes, mask;
 	struct read_log *log;
 	uint8_t owner[TK_OWNER_BYTES];
-	pid_t process; /* a fork has the same log, and must not write there */
 
+	pid_t pid;
 	int users, closing, distrusts; /* atomic */
 	uint64_t blocks;	       /* atomic: read here */
 	pthread_mutex_t log_lock;
@@ -72,7 +73,7 @@ int tk_direct_open(const struct tk_direct_setup *setup, struct tk_direct **out)
 	direct->mask = slots - 1;
 	direct->log = (void *)(uintptr_t)setup->log;
 	memcpy(direct->owner, setup->owner, sizeof direct->owner);
-	direct->process = getpid();
+	direct->pid = getpid();
 	pthread_mutex_init(&direct->log_lock, NULL);
 	*out = direct;
 	return 0;
@@ -98,9 +99,10 @@ uint64_t tk_direct_blocks(const struct tk_direct *direct)
 
 static int may_read(const struct tk_direct *direct)
 {
+	if (direct->pid != getpid())
+		return 0;
 	uint32_t owner = __atomic_load_n(direct->alive, __ATOMIC_ACQUIRE);
-	return owner & FUTEX_TID_MASK && !(owner & FUTEX_OWNER_DIED) && direct->process == getpid() &&
-	       !__atomic_load_n(&direct->distrusts, __ATOMIC_RELAXED) &&
+	return owner & FUTEX_TID_MASK && !(owner & FUTEX_OWNER_DIED) && !__atomic_load_n(&direct->distrusts, __ATOMIC_RELAXED) &&
 	       __atomic_load_n(&direct->log->is_open, __ATOMIC_ACQUIRE);
 }
 
@@ -198,9 +200,8 @@ static int note(struct tk_direct *direct, const struct read_note *note, const st
 }
 
 static int read_all(struct tk_direct *direct, const uint8_t *fingerprint, struct tk_direct_block *blocks, uint32_t count,
-		    uint64_t bytes_max, const void *metadata, uint32_t metadata_bytes)
+		    uint64_t bytes_max, const void *metadata, uint32_t metadata_bytes, struct found *found)
 {
-	struct found found[TK_DIRECT_BLOCKS];
 	struct read_note told = {
 		.bytes = (uint32_t)(sizeof told + count * sizeof(struct read_block) + metadata_bytes),
 		.blocks = count,
@@ -216,7 +217,7 @@ static int read_all(struct tk_direct *direct, const uint8_t *fingerprint, struct
 		told.size_bytes += wanted->part ? wanted->part : wanted->length;
 		if (wanted->part > wanted->length || (wanted->part && wanted->skip > wanted->length - wanted->part))
 			return 0;
-		if (bytes > bytes_max || !find(direct, wanted->key, fingerprint, wanted->length, &found[i]))
+		if (bytes > bytes_max || bytes > READ_BYTES_MAX || !find(direct, wanted->key, fingerprint, wanted->length, &found[i]))
 			return 0;
 	}
 	for (uint32_t i = 0; i < count; i++)
@@ -264,11 +265,15 @@ int tk_direct_read(struct tk_direct *direct, const uint8_t *fingerprint, struct 
 {
 	if (!count || count > TK_DIRECT_BLOCKS || metadata_bytes > READ_METADATA_BYTES_MAX || metadata_bytes % 8)
 		return 0;
+	struct found *found = malloc(count * sizeof *found); /* the caller's thread may have a small stack */
+	if (!found)
+		return 0;
 	__atomic_add_fetch(&direct->users, 1, __ATOMIC_SEQ_CST);
 	int is_read = !__atomic_load_n(&direct->closing, __ATOMIC_SEQ_CST) &&
-		      read_all(direct, fingerprint, blocks, count, bytes_max, metadata, metadata_bytes);
+		      read_all(direct, fingerprint, blocks, count, bytes_max, metadata, metadata_bytes, found);
 	if (is_read)
 		__atomic_add_fetch(&direct->blocks, count, __ATOMIC_RELAXED);
 	__atomic_sub_fetch(&direct->users, 1, __ATOMIC_SEQ_CST);
+	free(found);
 	return is_read;
 }

@@ -24,6 +24,7 @@ __all__ = ["BLOCKS_MAX", "LOG_BYTES", "DirectReads"]
 BLOCKS_MAX: Final = int(lib.TK_DIRECT_BLOCKS)  # in one get
 LOG_BYTES: Final = int(lib.TK_READ_LOG_BYTES)
 _BLOCK = struct.Struct("=32s3I4x2Q")
+_KEY_BYTES, _FINGERPRINT_BYTES = int(lib.TK_KEY_BYTES), int(lib.TK_FINGERPRINT_BYTES)
 assert _BLOCK.size == ffi.sizeof("struct tk_direct_block")
 
 
@@ -56,6 +57,8 @@ class DirectReads:
         it is wanted, and the pointer of its pieces (0: none). `metadata` is that of a call. Blocks
         of more than `bytes_max` together are not read.
         """
+        if len(fingerprint) != _FINGERPRINT_BYTES:
+            return None
         rows = bytearray().join([_BLOCK.pack(*block) for block in blocks])
         table = ffi.from_buffer("struct tk_direct_block[]", rows)
         metadata += bytes(-len(metadata) % 8)
@@ -68,6 +71,8 @@ class DirectReads:
         """Whether all of these blocks are in the node's memory; if False, make a call."""
         metadata += bytes(-len(metadata) % 8)
         joined = b"".join(keys)
+        if len(joined) != _KEY_BYTES * len(keys) or len(fingerprint) != _FINGERPRINT_BYTES:
+            return False  # the node says what is wrong with them
         return bool(lib.tk_direct_has(self._handle, fingerprint, joined, len(keys), metadata, len(metadata)))
 
     @property

@@ -23,6 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 struct directory {
@@ -42,14 +43,17 @@ static void change(struct directory_slot *slot, const struct tk_shelved *block, 
 	uint64_t seq = slot->seq;
 	__atomic_store_n(&slot->seq, seq + 1, __ATOMIC_RELAXED);
 	__atomic_thread_fence(__ATOMIC_RELEASE);
-	slot->length = block ? block->length : 0;
+	struct directory_slot there = {0};
 	if (block) {
-		slot->offset = offset;
-		slot->crc32c = block->crc32c;
-		memcpy(slot->owner, block->owner, sizeof slot->owner);
-		memcpy(slot->key, block->key, sizeof slot->key);
-		memcpy(slot->fingerprint, block->fingerprint, sizeof slot->fingerprint);
+		there.offset = offset;
+		there.length = block->length;
+		there.crc32c = block->crc32c;
+		memcpy(there.owner, block->owner, sizeof there.owner);
+		memcpy(there.key, block->key, sizeof there.key);
+		memcpy(there.fingerprint, block->fingerprint, sizeof there.fingerprint);
 	}
+	/* Of a block that has gone, clients are left neither the name nor the checksum. */
+	memcpy(&slot->offset, &there.offset, sizeof there - offsetof(struct directory_slot, offset));
 	__atomic_store_n(&slot->seq, seq + 2, __ATOMIC_RELEASE);
 	/* Memory that is reused next must not be seen before this. */
 	__atomic_thread_fence(__ATOMIC_SEQ_CST);
@@ -88,12 +92,23 @@ void directory_free(struct tk_shelf *shelf)
 	free(shelf->directory);
 }
 
+/* Whether the kernel knows this thread's robust mutexes. A sandbox or an emulator may not have the call by which the C
+ * library says so, and the library doesn't tell. */
+static int is_death_noted(void)
+{
+	void *list = NULL;
+	size_t bytes;
+	return !syscall(SYS_get_robust_list, 0, &list, &bytes) && list;
+}
+
 /* Locks a mutex that is never unlocked: this thread holds it until it ends. Returns the offset of the word with the
  * thread's number; 0: there is none, and nothing can be shared. */
 static uint64_t hold_until_death(struct directory_head *head)
 {
 	pthread_mutexattr_t how;
 	int32_t words[sizeof head->owner / sizeof(int32_t)];
+	if (!is_death_noted())
+		return 0;
 	pthread_mutexattr_init(&how);
 	int failed = pthread_mutexattr_setpshared(&how, PTHREAD_PROCESS_SHARED) ||
 		     pthread_mutexattr_setrobust(&how, PTHREAD_MUTEX_ROBUST) || pthread_mutex_init(&head->owner, &how) ||

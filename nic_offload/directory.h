@@ -14,6 +14,7 @@
 #define READ_LOG_HEAD_BYTES 4096
 #define READ_LOG_DATA_BYTES (TK_READ_LOG_BYTES - READ_LOG_HEAD_BYTES)
 #define READ_METADATA_BYTES_MAX 1024
+#define READ_BYTES_MAX (64u << 20) /* of a get */
 
 struct directory_head {
 	uint64_t slots;	    /* a power of two */

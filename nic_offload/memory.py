@@ -68,7 +68,9 @@ def allocate_shared(length: int, *, is_sparse: bool = False) -> tuple[mmap.mmap,
         os.close(fd)
         raise _not_had(length, error) from error
     try:
-        if not is_sparse:
+        if is_sparse:
+            hide_from_dumps(memory)
+        else:
             collapse(fd, length)
             populate(memory, 0, length)
         fcntl.fcntl(

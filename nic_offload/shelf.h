@@ -43,7 +43,7 @@ struct tk_desk {
 	uint64_t held_bytes;
 	struct read_log *log;	  /* of its peer's direct reads; NULL: it makes none. Under the shelf's lock */
 	struct tk_desk *next_logged;
-	uint64_t log_taken;
+	uint64_t log_taken, log_until;
 	uint64_t under_way_bytes; /* used only by the thread that runs the rounds */
 };
 

@@ -278,10 +278,12 @@ class Shelf:
         return Desk(self._fabric, out[0])
 
     def served(self) -> Iterator[Served]:
-        """The calls that were answered since the last time."""
-        if self._fabric.closed:
-            return
-        while count := lib.tk_served_take(self.handle, self._told, _SERVED_BYTES):
+        """The calls that were answered since the last time, and the direct reads noted by now."""
+        begins = True
+        while not self._fabric.closed and (
+            count := lib.tk_served_take(self.handle, self._told, _SERVED_BYTES, begins)
+        ):
+            begins = False
             yield from _served_in(bytes(ffi.buffer(self._told, count)))
 
 

@@ -329,7 +329,7 @@ class Client(Handle):
         """Start a get without waiting for it. `wait(n)` of the returned object waits for the first `n` blocks.
 
         The node sends them in order. `ended` is called with all outcomes when they are known, in a thread of the
-        client, so it must not block. Blocks of pieces need `get`, which scatters them.
+        client or before this returns, so it must not block. Blocks of pieces need `get`, which scatters them.
 
         >>> get = client.getting([block])
         >>> [type(outcome).__name__ for outcome in get.wait()]

@@ -80,15 +80,13 @@ class HotMemory:
 
         Nothing is on the shelf yet.
         """
-        memory, fd = allocate_shared(directory_bytes(self.size_bytes // (2 * PAGE_BYTES)), is_sparse=True)
         try:
+            memory, fd = allocate_shared(directory_bytes(self.size_bytes // (2 * PAGE_BYTES)), is_sparse=True)
+            self._directory = memory, fd  # kept in any case: a fabric that hangs may still use it
             self.shelf.share(memory)
         except FabricError as error:
             log.warning("clients on this machine make a call for each get: %s", error)
-            memory.close()
-            os.close(fd)
             return None
-        self._directory = memory, fd
         return fd, len(memory)
 
     def take(self, length_bytes: int, tenant: bytes) -> Piece | None:

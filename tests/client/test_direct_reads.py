@@ -17,6 +17,9 @@ from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.lookups import Outcome
 from kvstore.miss import Miss, MissReason
+from kvstore.node.hot import HotMemory
+from nic_offload.errors import FabricError
+from nic_offload.fabric import MEMORY, Fabric
 from nic_offload.pieces import Pieces
 from tests.client.test_fabric_caller import get, link_of
 from tests.client.test_seal import areas
@@ -260,3 +263,23 @@ def test_a_closed_client_reads_nothing(rig: ClientWithBuffers) -> None:
     assert reads(mapped, rig, block)
     rig.client.close()
     assert not reads(mapped, rig, block)
+
+
+def test_a_directory_that_can_not_be_shared_stays_until_the_fabric_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread of a fabric that hangs may still share it, and would write to memory that is gone."""
+
+    def hangs(*_: object) -> None:
+        raise FabricError("The fabric did not answer.")
+
+    with Fabric(MEMORY) as fabric:
+        hot = HotMemory(fabric, 4 * MIB, lambda: None, lambda: 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(hot.shelf, "share", hangs)
+            assert hot.open_directory() is None
+        memory, _ = hot._directory or (None, 0)
+        assert memory is not None
+        assert not memory.closed
+    hot.close()
+    assert memory.closed

@@ -377,7 +377,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	fabric->now_ns = UINT64_MAX; /* what is held for the peer may go */
 	poll_desks(fabric);
 	must(desk->held_bytes == 0);
-	while (tk_served_take(shelf, told, sizeof told) > 0)
+	while (tk_served_take(shelf, told, sizeof told, 1) > 0)
 		;
 	must(shelf->served_bytes == 0);
 	tk_shelf_unlist(shelf, names_there[0], BLOCKS, 0);

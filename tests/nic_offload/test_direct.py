@@ -6,6 +6,8 @@ import mmap
 import os
 import random
 import struct
+import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -18,7 +20,7 @@ from nic_offload.errors import FabricError
 from nic_offload.fabric import MEMORY
 from nic_offload.memory import address_of
 from nic_offload.pieces import Pieces
-from nic_offload.shelf import RENAMED_USED, Served, Shelf, Shelved, directory_bytes
+from nic_offload.shelf import RENAMED_USED, Desk, Served, Shelf, Shelved, directory_bytes
 from tests.nic_offload.rig import PAGE, Pair, Side, wait_until
 from tests.nic_offload.test_shared_desk import SHARES
 from tests.nic_offload.test_shelf import ANSWER_WORD, ShelfRig, Wanted, key_of, two
@@ -36,6 +38,20 @@ HEAD_BYTES, SLOT_BYTES = 4096, 128  # of the directory
 SLOTS_MIN = 1024
 
 
+def desk_of(pair: Pair, shelf: Shelf) -> Desk:
+    return shelf.open_desk(
+        pair.far.endpoint,
+        pair.back.peer,
+        OWNER,
+        DESK,
+        (pair.back.word_target(0), pair.back.key, PAGE // 8),
+        (0x7F, 0x85),
+        1 << 30,
+        (pair.far.word(0).address, pair.back.base),
+        shares=True,
+    )
+
+
 class Rig:
     """A node with a shelf, a directory and one desk, and the direct reads of that desk's client."""
 
@@ -46,17 +62,7 @@ class Rig:
         self.directory = mmap.mmap(-1, directory_bytes(SLOTS_MIN))
         self.shelf.share(self.directory)
         self.log = mmap.mmap(-1, LOG_BYTES)
-        self.desk = self.shelf.open_desk(
-            self.node.endpoint,
-            self.pair.back.peer,
-            OWNER,
-            DESK,
-            (self.pair.back.word_target(0), self.pair.back.key, PAGE // 8),
-            (0x7F, 0x85),
-            1 << 30,
-            (self.node.word(0).address, self.pair.back.base),
-            shares=True,
-        )
+        self.desk = desk_of(self.pair, self.shelf)
         self.desk.log(address_of(self.log))
         self.desk.answers(answers=True)
         self.direct = self.reads()
@@ -238,16 +244,6 @@ def test_nothing_is_read_once_the_node_has_ended(rig: Rig) -> None:
     assert not rig.read(1)
 
 
-def test_a_forked_process_reads_nothing(rig: Rig) -> None:
-    """It would write into its parent's log."""
-    rig.shelve(1, os.urandom(5000))
-    child = os.fork()
-    if not child:
-        os._exit(10 + rig.read(1))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 10
-    assert rig.read(1)
-
-
 def test_nothing_is_read_after_close(rig: Rig) -> None:
     rig.shelve(1, os.urandom(60_000))
     begun = threading.Event()
@@ -353,6 +349,15 @@ def test_names_that_find_no_free_slot_are_calls(rig: Rig) -> None:
     assert found == SLOTS_MIN // 4, "all slots had become free"
 
 
+def test_nothing_of_a_block_is_left_in_the_directory(rig: Rig) -> None:
+    """Clients have it mapped, and an erasure leaves no name."""
+    rig.shelve(1, os.urandom(100))
+    assert rig.directory.find(key_of(1)) > 0
+    rig.unlist(1)
+    slots = memoryview(rig.directory)[HEAD_BYTES:].cast("Q").tolist()
+    assert [word for word in slots if word] == [4], "only its `seq`"
+
+
 def test_a_name_is_found_behind_slots_that_became_free(rig: Rig) -> None:
     data = os.urandom(64)
     for number in range(SLOTS_MIN // 2):
@@ -456,6 +461,75 @@ def test_a_note_of_nonsense_harms_no_other_block(rig: Rig) -> None:
     assert told.size_bytes <= rig.node.region.length
 
 
+def test_a_note_never_says_more_bytes_than_a_get_can_have(rig: Rig) -> None:
+    """Their sum would exceed what the statistics can show."""
+    size = 40 + 16 * BLOCKS_MAX
+    note = struct.pack("<IIIIQQQ", size, BLOCKS_MAX, 0, 0, 5, 6, (1 << 64) - 1)
+    rig.log[LOG_HEAD : LOG_HEAD + len(note)] = note
+    rig.log[:8] = size.to_bytes(8, "little")
+    (told,) = rig.served()
+    assert told.size_bytes == 64 << 20
+
+
+def test_a_client_that_goes_on_reading_does_not_keep_who_takes_its_notes(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(100))
+    for _ in range(3):
+        assert rig.read(1)
+    for count, _ in enumerate(rig.shelf.served(), 1):
+        assert rig.read(1)
+        assert count <= 3, "those that were written when it began"
+    assert len(rig.served()) == 3
+
+
+def test_all_notes_are_taken_at_once_even_if_they_need_more_room_than_there_is(rig: Rig) -> None:
+    note = struct.pack("<IIIIQQQ", 40, 1, 0, 1, 5, 6, 0)
+    notes, logs = (LOG_BYTES - LOG_HEAD) // len(note), []
+    for _ in range(14):
+        log = mmap.mmap(-1, LOG_BYTES)
+        log[LOG_HEAD : LOG_HEAD + notes * len(note)] = note * notes
+        log[:8] = (notes * len(note)).to_bytes(8, "little")
+        desk_of(rig.pair, rig.shelf).log(address_of(log))
+        logs.append(log)
+    assert len(rig.served()) == len(logs) * notes
+
+
+def test_nothing_is_read_in_a_forked_child(rig: Rig) -> None:
+    """It would write to the log while its parent does, and may wait for a lock that no thread of it holds."""
+    rig.shelve(1, os.urandom(100))
+    child = os.fork()
+    if not child:
+        is_read = True
+        try:
+            is_read = rig.read(1) or rig.direct.has_all(FINGERPRINT, [key_of(1)], METADATA)
+        finally:
+            os._exit(is_read)
+    assert os.waitpid(child, 0)[1] == 0
+    assert rig.served() == []
+    assert rig.read(1)
+
+
+def test_a_thread_with_a_small_stack_reads(rig: Rig) -> None:
+    rig.shelve(1, os.urandom(100))
+    outcomes: list[bool] = []
+    before = threading.stack_size(32 << 10)
+    try:
+        reader = threading.Thread(target=lambda: outcomes.append(rig.read(*[1] * BLOCKS_MAX)))
+        reader.start()
+    finally:
+        threading.stack_size(before)
+    reader.join(20)
+    assert outcomes == [True]
+
+
+def test_keys_and_layouts_of_another_length_are_a_call(rig: Rig) -> None:
+    """No byte behind them is looked at."""
+    rig.shelve(1, os.urandom(100))
+    assert not rig.read(1, fingerprint=FINGERPRINT * 2)
+    assert not rig.direct.has_all(FINGERPRINT * 2, [key_of(1)], METADATA)
+    assert not rig.direct.has_all(FINGERPRINT, [key_of(1) + key_of(1)], METADATA)
+    assert not rig.direct.has_all(FINGERPRINT, [key_of(1), b""], METADATA)
+
+
 # --- opening
 
 
@@ -468,6 +542,40 @@ def test_a_directory_that_is_none_is_refused(rig: Rig) -> None:
     ):
         with pytest.raises(FabricError):
             DirectReads(bytearray(wrong), rig.node.memory, log, OWNER)
+
+
+_WITHOUT_ROBUST_MUTEXES = """
+import ctypes, mmap, platform, struct
+from nic_offload.errors import FabricError
+from nic_offload.fabric import MEMORY, Fabric
+from nic_offload.shelf import Shelf, directory_bytes
+
+call = {"x86_64": 273, "aarch64": 99}[platform.machine()]
+program = b"".join(struct.pack("=HBBI", *one) for one in (
+    (0x20, 0, 0, 0), (0x15, 0, 1, call), (0x06, 0, 0, 0x00050000 | 38), (0x06, 0, 0, 0x7FFF0000)))
+rules = ctypes.create_string_buffer(program, len(program))
+given = struct.pack("=HxxxxxxQ", len(program) // 8, ctypes.addressof(rules))
+libc = ctypes.CDLL(None, use_errno=True)
+assert not libc.prctl(38, 1, 0, 0, 0) and not libc.prctl(22, 2, given, 0, 0), ctypes.get_errno()
+with Fabric(MEMORY) as fabric:
+    shelf = Shelf(fabric, fabric.register(bytearray(4096), remote_write=False))
+    try:
+        shelf.share(mmap.mmap(-1, directory_bytes(1)))
+    except FabricError:
+        print("refused")
+"""
+
+
+def test_nothing_is_shared_where_the_kernel_would_not_note_the_nodes_death() -> None:
+    """As in a sandbox without `set_robust_list`: the directory would go on saying what was listed."""
+    told = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_ROBUST_MUTEXES],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert told.stdout.strip() == "refused"
 
 
 def test_a_shelf_is_shared_once_and_while_it_is_empty(rig: Rig) -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvstore.client import Block, Client, as_request
 from kvstore.errors import NodeUnavailable, Overloaded
 from kvstore.limits import (
+    LOOKUP_BLOCKS_MAX,
     LOOKUP_ID_BYTES_MAX,
     LOOKUP_RUNS_MAX,
     LOOKUPS_BYTES_MAX,
@@ -19,6 +20,7 @@ from kvstore.limits import (
 from kvstore.lookups import Kind, Lookup, Outcome, Run, runs_of
 from kvstore.miss import MissReason
 from kvstore.names import block_key, layout_fingerprint
+from kvstore.node.call_headers import Told
 from kvstore.node.lookup_history import Lookups
 from kvstore.wire import kvstore_pb2, lookups_pb2_grpc
 from kvstore.wire import lookups_pb2 as pb
@@ -309,6 +311,16 @@ def test_an_invalid_report_of_a_caller_is_ignored(node: NodeInProcess, client: C
     assert answer.miss.reason == MissReason.UNKNOWN
     (lookup,) = told(node)
     assert lookup.request_id == "x" * LOOKUP_ID_BYTES_MAX
+
+
+def test_runs_reported_with_too_many_blocks_are_recorded_with_the_most_that_fit() -> None:
+    """The message has no room for their sum; an error would end the node."""
+    run = pb.LookupRun(blocks=LOOKUP_BLOCKS_MAX, outcome=pb.LOOKUP_OUTCOME_STORED)
+    reported = pb.LookupsByCaller(lookups=[pb.Lookup(runs=[run] * (LOOKUP_RUNS_MAX + 2))])
+    lookups = Lookups(None, HeldClock())  # type: ignore[arg-type]
+    lookups.begin(Told(((LOOKUPS_HEADER, reported.SerializeToString()),)), bytes(16), Kind.PREFIX, 1)
+    (lookup,) = lookups.told_of(bytes(16), "", None, 0).lookups
+    assert [one.blocks for one in lookup.runs] == [LOOKUP_BLOCKS_MAX] * LOOKUP_RUNS_MAX
 
 
 def test_runs_are_bounded() -> None:
