@@ -119,7 +119,8 @@ int tk_direct_has(struct tk_direct *direct, const uint8_t *fingerprint, const ui
 uint64_t tk_direct_blocks(const struct tk_direct *direct); /* how many were read */
 void tk_direct_close(struct tk_direct *direct);		   /* when it returns, nothing is read any more */
 void tk_direct_free(struct tk_direct *direct);
-/* Returns the bytes of whole records; 0: there are no more. The notes among them were written when it last `begins`. */
+/* Returns the bytes of whole records, in all of those listed, or noted by clients, when it last `begins`. 0: there are
+ * no more. -1: none of these, but later ones; take them after other work, because clients may go on for ever. */
 int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes, int begins);
 
 /* Calls of a client to its node; see caller.c. */

@@ -70,22 +70,25 @@ int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes, int begi
 {
 	size_t taken = 0;
 	pthread_mutex_lock(&shelf->lock);
-	shelf_take_notes(shelf, begins);
-	while (shelf->first && shelf->first->told.bytes <= out_bytes - taken) {
+	if (shelf_take_notes(shelf, begins) || begins)
+		shelf->served_until = shelf->served_listed;
+	while (shelf->served_taken != shelf->served_until && shelf->first->told.bytes <= out_bytes - taken) {
 		struct served *served = shelf->first;
 		memcpy((char *)out + taken, &served->told, sizeof served->told);
 		memcpy((char *)out + taken + sizeof served->told, served->rest,
 		       served->told.bytes - sizeof served->told);
 		taken += served->told.bytes;
 		shelf->first = served->next;
+		shelf->served_taken++;
 		shelf->served_bytes -= served->told.bytes;
 		free(served);
 	}
 	if (!shelf->first)
 		shelf->last = NULL;
 	shelf->cold.told = shelf->cold.told && shelf->first;
+	int are_more = !taken && shelf->first;
 	pthread_mutex_unlock(&shelf->lock);
-	return (int)taken;
+	return are_more ? -1 : (int)taken;
 }
 
 /* Copies the call in a place; NULL if its contents show that it can't be answered here. */
@@ -269,6 +272,7 @@ void desk_append_note(struct tk_shelf *shelf, struct served *served)
 	else
 		shelf->first = served;
 	shelf->last = served;
+	shelf->served_listed++;
 }
 
 /* Under the shelf's lock. */

@@ -40,7 +40,8 @@ void cold_tell(struct tk_shelf *shelf, const struct served *served);
 void desk_open_log(struct tk_desk *desk, int is_open);
 void desk_close_log(struct tk_desk *desk);
 void desk_take_notes(struct tk_desk *desk);
-void shelf_take_notes(struct tk_shelf *shelf, int begins); /* of all desks, those written when this last began */
+/* Of all desks, those written when this last began. Returns whether there were any. */
+int shelf_take_notes(struct tk_shelf *shelf, int begins);
 
 /* desk_where.c; without the lock */
 void desk_called_again(struct tk_desk *desk, const struct tk_landing *landing); /* in the same place */

@@ -14,6 +14,10 @@
 #include <errno.h>
 #include <string.h>
 
+/* Of records that the application has not fetched, beyond which notes wait in their logs: all requests wait until it has
+ * processed what is there, and clients read faster than it does that. */
+#define NOTED_BYTES_MAX (128u << 10)
+
 void tk_desk_log(struct tk_desk *desk, void *log)
 {
 	struct tk_shelf *shelf = desk->shelf;
@@ -89,6 +93,8 @@ static int take_note(struct tk_desk *desk, uint64_t written)
 	copy_out(desk->log, desk->log_taken, &note, sizeof note);
 	if (!is_note(&note, written - desk->log_taken))
 		return -EINVAL;
+	if (shelf->served_bytes >= NOTED_BYTES_MAX)
+		return 0;
 	uint32_t blocks = blocks_in(&note);
 	size_t rest_bytes = blocks * sizeof(uint64_t) + note.metadata_bytes;
 	struct served *served = desk_new_note(shelf, rest_bytes);
@@ -137,8 +143,9 @@ void desk_take_notes(struct tk_desk *desk)
 		take_until(desk, written_in(desk));
 }
 
-void shelf_take_notes(struct tk_shelf *shelf, int begins)
+int shelf_take_notes(struct tk_shelf *shelf, int begins)
 {
+	uint64_t listed = shelf->served_listed;
 	for (struct tk_desk *desk = shelf->logged, *next; desk; desk = next) {
 		next = desk->next_logged;
 		if (begins)
@@ -146,4 +153,5 @@ void shelf_take_notes(struct tk_shelf *shelf, int begins)
 		if (begins || desk->log_until - desk->log_taken <= READ_LOG_DATA_BYTES) /* else a call had more taken */
 			take_until(desk, desk->log_until);
 	}
+	return listed != shelf->served_listed;
 }

@@ -79,6 +79,8 @@ struct tk_shelf {
 	struct tk_desk *desks, *logged;
 	struct directory *directory; /* NULL: clients can't read blocks by themselves */
 	struct served *first, *last; /* calls that are over, and not taken yet */
+	uint64_t served_listed, served_taken; /* how many calls were ever in this list, and left it */
+	uint64_t served_until;	     /* how many will have left it when the application has taken all that it came for */
 	size_t served_bytes;	     /* of these calls, and of those under way */
 	struct cold cold;
 };

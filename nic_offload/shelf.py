@@ -133,6 +133,7 @@ class Shelf:
         self._fabric = fabric
         self.handle: Any = out[0]
         self._told = ffi.new("char[]", _SERVED_BYTES)
+        self.has_more = False  # for `served`
         self.arrivals: Any = ffi.new("struct tk_came[]", _ARRIVALS_AT_ONCE)  # taken from any one receiver
 
     def __len__(self) -> int:
@@ -278,13 +279,18 @@ class Shelf:
         return Desk(self._fabric, out[0])
 
     def served(self) -> Iterator[Served]:
-        """The calls that were answered since the last time, and the direct reads noted by now."""
-        begins = True
-        while not self._fabric.closed and (
-            count := lib.tk_served_take(self.handle, self._told, _SERVED_BYTES, begins)
-        ):
+        """The calls that were answered since the last time, and the direct reads noted by now.
+
+        Those that come while these are being processed are left: then `has_more` is set at the end.
+        """
+        begins, count = True, 1
+        while not self._fabric.closed:
+            count = lib.tk_served_take(self.handle, self._told, _SERVED_BYTES, begins)
+            if count <= 0:
+                break
             begins = False
             yield from _served_in(bytes(ffi.buffer(self._told, count)))
+        self.has_more = count < 0
 
 
 def _served_in(data: bytes) -> Iterator[Served]:

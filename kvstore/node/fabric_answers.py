@@ -39,6 +39,7 @@ from kvstore.node.call_headers import Told
 from kvstore.node.calls import durability_of
 from kvstore.node.connection import BlockRequest, check_count
 from kvstore.node.connection_calls import fetch, in_steps, reserve
+from kvstore.node.fail_stop import or_stop
 from kvstore.node.fair import FairQueue
 from kvstore.node.stored_blocks import StoredBlocks
 from kvstore.node.time_slices import Again
@@ -197,6 +198,7 @@ class FabricCalls:
         self._watched: dict[int, tuple[CallArea, int]] = {}  # by tag: which place of which area
         self._due: FairQueue[_Due] = FairQueue()  # calls that have arrived: at most four of a connection
         self._again = Again(self._go_on)
+        self._served_again = Again(or_stop(self.served))
         self._stored = StoredBlocks(node)
         self._long: set[asyncio.Task[None]] = set()  # calls of many blocks that are being done
         self._answering: dict[int, tuple[CallArea, int]] = {}  # by tag: with which of its places for answers
@@ -242,6 +244,7 @@ class FabricCalls:
     def served(self, _tag: int = 0) -> None:
         """Process calls that the C core has answered by itself."""
         node, used = self._node, list[int]()
+        began_ns = node.clock.monotonic_ns()
         cold: list[tuple[Connection | None, Served, ColdCall]] = []
         for served in node.hot.shelf.served():
             connection = node.connections.get(served.desk)
@@ -254,6 +257,8 @@ class FabricCalls:
         used += self.cold.note(cold)
         if used:
             node.store.used(used)
+        if node.hot.shelf.has_more:  # clients can go on for ever, so others have half of the time
+            self._served_again.within((node.clock.monotonic_ns() - began_ns) / 1e9)
 
     def _note(self, connection: Connection, served: Served) -> None:
         node, blocks = self._node, served.blocks

@@ -18,7 +18,9 @@ from kvstore.node.time_slices import Turns
 REST: Any = {
     "fetches": SimpleNamespace(settle=lambda: None),
     "granted": SimpleNamespace(hear_lanes=lambda: None, take_written=lambda: None),
-    "hot": SimpleNamespace(shelf=SimpleNamespace(served=list), pages=SimpleNamespace(touch=lambda _: None)),
+    "hot": SimpleNamespace(
+        shelf=SimpleNamespace(served=list, has_more=False), pages=SimpleNamespace(touch=lambda _: None)
+    ),
     "store": SimpleNamespace(used=lambda _: None),
 }
 COLD: Any = SimpleNamespace(feed=lambda: None, note=lambda _: [])
