@@ -319,6 +319,8 @@ static void take_notes(struct tk_desk *desk)
 {
 	pthread_mutex_lock(&desk->shelf->lock);
 	desk_take_notes(desk);
+	if (desk_has_notes(desk))
+		served_tell(desk->shelf); /* else the client would make calls until the application asks for something */
 	pthread_mutex_unlock(&desk->shelf->lock);
 }
 

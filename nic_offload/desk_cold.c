@@ -166,7 +166,7 @@ static void fill_in_rows(struct served *served, const struct tk_shelf *shelf, co
 	}
 }
 
-static void tell(struct tk_shelf *shelf)
+void served_tell(struct tk_shelf *shelf)
 {
 	shelf->cold.is_due = 0;
 	if (shelf->cold.told)
@@ -181,7 +181,7 @@ void cold_tell(struct tk_shelf *shelf, const struct served *served)
 {
 	uint64_t at_ns = served->told.ended_ns + TOLD_NS;
 	if (served->has_unsent || shelf->cold.rooms_count < ROOMS_LOW * served->told.cold) {
-		tell(shelf);
+		served_tell(shelf);
 	} else if (!shelf->cold.told && !shelf->cold.is_due) {
 		shelf->cold.is_due = 1;
 		if (at_ns < shelf->fabric->cold_tell_ns)
@@ -349,7 +349,7 @@ void poll_cold(struct tk_fabric *fabric)
 	for (struct tk_shelf *shelf = fabric->shelves; shelf; shelf = shelf->next) {
 		pthread_mutex_lock(&shelf->lock);
 		if (shelf->cold.is_due && shelf->first)
-			tell(shelf);
+			served_tell(shelf);
 		shelf->cold.is_due = 0; /* the application may have taken them before */
 		pthread_mutex_unlock(&shelf->lock);
 	}

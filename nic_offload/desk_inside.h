@@ -35,11 +35,13 @@ void desk_send_word(struct tk_fabric *fabric, struct work *work, const struct tk
 /* desk_cold.c; the first without the lock */
 int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struct call_head *head);
 void cold_tell(struct tk_shelf *shelf, const struct served *served);
+void served_tell(struct tk_shelf *shelf); /* reports that there are records */
 
 /* desk_log.c */
 void desk_open_log(struct tk_desk *desk, int is_open);
 void desk_close_log(struct tk_desk *desk);
 void desk_take_notes(struct tk_desk *desk);
+int desk_has_notes(const struct tk_desk *desk); /* that could not be taken */
 /* Of all desks, those written when this last began. Returns whether there were any. */
 int shelf_take_notes(struct tk_shelf *shelf, int begins);
 

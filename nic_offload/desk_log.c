@@ -143,6 +143,11 @@ void desk_take_notes(struct tk_desk *desk)
 		take_until(desk, written_in(desk));
 }
 
+int desk_has_notes(const struct tk_desk *desk)
+{
+	return desk->log && desk->log_taken != written_in(desk);
+}
+
 int shelf_take_notes(struct tk_shelf *shelf, int begins)
 {
 	uint64_t listed = shelf->served_listed;

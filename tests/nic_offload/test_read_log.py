@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nic_offload.direct import BLOCKS_MAX, LOG_BYTES
+from nic_offload.fabric import EventKind
 from nic_offload.memory import address_of
 from nic_offload.shelf import RENAMED_USED
 from tests.nic_offload.rig import wait_until
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 LANDED_ID = 1 << 63
 LOG_HEAD = 4096
+TOLD = 1 << 62  # a tag
 
 
 @pytest.fixture
@@ -84,6 +86,29 @@ def test_notes_wait_while_the_application_has_many_to_process(rig: Rig) -> None:
     assert taken[0] == 0
     assert taken[1] > 0
     assert len(rig.served()) == count + 2, "all are reported"
+
+
+def test_notes_that_wait_are_announced_when_their_client_calls(rig: Rig) -> None:
+    """Otherwise it would make calls until the application asks for something."""
+    rig.shelf.use_readers({}, TOLD, 1 << 20)
+    rig.desk.log(0)
+    shelf = ShelfRig(rig.pair, shares=True, shelf=rig.shelf)
+    rows = two(shelf)
+    shelf.desk.log(address_of(rig.log))
+    rig.blocks = shelf.blocks
+    for generation in (FIRST, FIRST + 1):
+        assert rig.node.of(TOLD) == []
+        while rig.read(1):
+            pass
+        rig.pair.near.word(ANSWER_WORD).store(0)
+        shelf.call(Wanted(rows, flags=SHARES, generation=generation))
+        wait_until(lambda: rig.pair.near.word(ANSWER_WORD).load() != 0, "the answer")
+        shelf.watch(generation + 1)
+        rig.node.reap()
+    rig.node.wait(lambda: rig.node.of(TOLD) != [], "the notes that wait are announced")
+    assert rig.node.kinds(TOLD) == [EventKind.CAME]
+    assert len(rig.served()) > 1000
+    assert rig.read(1)
 
 
 def test_the_use_of_a_block_that_has_gone_is_not_reported(rig: Rig) -> None:
