@@ -24,13 +24,7 @@ from kvstore.limits import FETCH_CANCEL_MS, WAIT_SLICE_S
 from kvstore.miss import Miss, MissReason
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.ack import AckCode, miss_of_code
-from kvstore.wire.fabric_call import (
-    AnswerCode,
-    CallKind,
-    FetchRow,
-    rows_of_fetch,
-    rows_of_parts,
-)
+from kvstore.wire.fabric_call import AnswerCode, CallKind, FetchRow, rows_of_fetch, rows_of_parts
 from nic_offload.direct import BLOCKS_MAX
 from nic_offload.fabric import EventKind, hold, let_go, region_for
 from nic_offload.group import Group

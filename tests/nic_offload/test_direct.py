@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -109,13 +110,15 @@ class Rig:
     def served(self) -> list[Served]:
         return list(self.shelf.served())
 
+    def close(self) -> None:
+        self.direct.close()
+        self.pair.close()
+
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    one = Rig()
-    yield one
-    one.direct.close()
-    one.pair.close()
+    with closing(Rig()) as one:
+        yield one
 
 
 def test_listed_blocks_are_read_and_reported(rig: Rig) -> None:

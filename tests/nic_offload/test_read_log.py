@@ -6,6 +6,7 @@ import mmap
 import os
 import struct
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +18,7 @@ from nic_offload.shelf import RENAMED_USED
 from tests.nic_offload.rig import wait_until
 from tests.nic_offload.test_direct import FINGERPRINT, HEAD_BYTES, METADATA, SLOT_BYTES, Rig, desk_of
 from tests.nic_offload.test_shared_desk import SHARES
-from tests.nic_offload.test_shelf import ANSWER_WORD, FIRST, ShelfRig, Wanted, key_of, two
+from tests.nic_offload.test_shelf import ANSWER_WORD, FIRST, Row, ShelfRig, Wanted, key_of, two
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,10 +30,18 @@ TOLD = 1 << 62  # a tag
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    one = Rig()
-    yield one
-    one.direct.close()
-    one.pair.close()
+    with closing(Rig()) as one:
+        yield one
+
+
+def with_calls(rig: Rig) -> tuple[ShelfRig, tuple[Row, Row]]:
+    """A desk for the log's client to which it makes calls, too, and the rows of a call for both of its blocks."""
+    rig.desk.log(0)
+    shelf = ShelfRig(rig.pair, shares=True, shelf=rig.shelf)
+    rows = two(shelf)
+    shelf.desk.log(address_of(rig.log))
+    rig.blocks = shelf.blocks
+    return shelf, rows
 
 
 def test_a_full_log_makes_calls_until_it_is_read(rig: Rig) -> None:
@@ -50,11 +59,7 @@ def test_a_full_log_makes_calls_until_it_is_read(rig: Rig) -> None:
 
 def test_a_call_makes_room_in_the_log(rig: Rig) -> None:
     """The node's own thread takes the notes then, whether or not the application asks for them."""
-    rig.desk.log(0)
-    shelf = ShelfRig(rig.pair, shares=True, shelf=rig.shelf)
-    rows = two(shelf)
-    shelf.desk.log(address_of(rig.log))
-    rig.blocks = shelf.blocks
+    shelf, rows = with_calls(rig)
     while rig.read(1):
         pass
     written, taken = struct.unpack("<Q56xQ", rig.log[:72])
@@ -68,11 +73,7 @@ def test_a_call_makes_room_in_the_log(rig: Rig) -> None:
 
 def test_notes_wait_while_the_application_has_many_to_process(rig: Rig) -> None:
     """Others' requests would wait for that."""
-    rig.desk.log(0)
-    shelf = ShelfRig(rig.pair, shares=True, shelf=rig.shelf)
-    rows = two(shelf)
-    shelf.desk.log(address_of(rig.log))
-    rig.blocks = shelf.blocks
+    shelf, rows = with_calls(rig)
     taken, count = list[int](), 0
     for generation in (FIRST, FIRST + 1):
         while rig.read(1):
@@ -91,11 +92,7 @@ def test_notes_wait_while_the_application_has_many_to_process(rig: Rig) -> None:
 def test_notes_that_wait_are_announced_when_their_client_calls(rig: Rig) -> None:
     """Otherwise it would make calls until the application asks for something."""
     rig.shelf.use_readers({}, TOLD, 1 << 20)
-    rig.desk.log(0)
-    shelf = ShelfRig(rig.pair, shares=True, shelf=rig.shelf)
-    rows = two(shelf)
-    shelf.desk.log(address_of(rig.log))
-    rig.blocks = shelf.blocks
+    shelf, rows = with_calls(rig)
     for generation in (FIRST, FIRST + 1):
         assert rig.node.of(TOLD) == []
         while rig.read(1):
