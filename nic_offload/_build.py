@@ -36,6 +36,7 @@ _PARTS = (
     "aead",
     "atomic_words",
     "blake2b",
+    "block_copy",
     "caller",
     "caller_places",
     "commands",

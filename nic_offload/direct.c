@@ -28,9 +28,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#define BYTES_A_STEP (16u << 10) /* copied, and checksummed while they are in the cache */
-#define MANY_BYTES (2u << 20)	 /* of a get: more than fits into its caller's cache */
-
 struct tk_direct {
 	const struct directory_head *head;
 	const struct directory_slot *slots;
@@ -138,32 +135,20 @@ static int find(const struct tk_direct *direct, const uint8_t *key, const uint8_
 	return 0;
 }
 
-/* All bytes are checksummed, even if only a part is wanted. Returns whether they are the block's. */
-static int copy_block(struct tk_direct *direct, const struct found *found, struct tk_direct_block *wanted, copy_bytes copy)
+/* Returns whether what was copied are the block's bytes. */
+static int copy_block(struct tk_direct *direct, const struct found *found, struct tk_direct_block *wanted,
+		      struct block_copy *block)
 {
-	char step[BYTES_A_STEP];
-	struct tk_pieces *pieces = (struct tk_pieces *)(uintptr_t)wanted->pieces;
-	struct pieces_end filled = {0};
-	uint32_t part = wanted->part ? wanted->part : wanted->length, skip = wanted->part ? wanted->skip : 0;
-	uint32_t crc = 0;
-	if (pieces && tk_pieces_bytes(pieces) != part)
-		pieces = NULL;
-	for (uint32_t at = 0, bytes; at < wanted->length; at += bytes) {
-		bytes = wanted->length - at < BYTES_A_STEP ? wanted->length - at : BYTES_A_STEP;
-		memcpy(step, direct->memory + found->offset + at, bytes);
-		crc = tk_crc32c(step, bytes, crc);
-		uint32_t first = at < skip ? skip : at, end = skip + part < at + bytes ? skip + part : at + bytes;
-		if (first < end && pieces)
-			pieces_fill(pieces, &filled, step + (first - at), end - first, copy);
-		else if (first < end)
-			copy((char *)(uintptr_t)wanted->address + (first - skip), step + (first - at), end - first);
-	}
+	block->length = wanted->length;
+	block->from = direct->memory + found->offset;
+	block_copy_into(block, wanted->address, (struct tk_pieces *)(uintptr_t)wanted->pieces, wanted->skip, wanted->part);
+	block_copy_some(block, wanted->length);
 	if (!is_unchanged(&direct->slots[found->block.slot], found->block.seq))
 		return 0;
-	if (crc != found->crc32c)
+	if (block->crc32c != found->crc32c)
 		__atomic_store_n(&direct->distrusts, 1, __ATOMIC_RELAXED);
-	wanted->is_scattered = pieces != NULL;
-	return crc == found->crc32c;
+	wanted->is_scattered = block->pieces != NULL;
+	return block->crc32c == found->crc32c;
 }
 
 static uint64_t left_in_log(const struct tk_direct *direct)
@@ -220,9 +205,13 @@ static int read_all(struct tk_direct *direct, const uint8_t *fingerprint, struct
 		if (bytes > bytes_max || bytes > READ_BYTES_MAX || !find(direct, wanted->key, fingerprint, wanted->length, &found[i]))
 			return 0;
 	}
-	for (uint32_t i = 0; i < count; i++)
-		if (!copy_block(direct, &found[i], &blocks[i], bytes < MANY_BYTES ? copy_plain : copy_past_cache))
+	for (uint32_t i = 0; i < count; i++) {
+		struct block_copy block = {.copy = copy_for(bytes)};
+		if (i + 1 < count)
+			block.then = direct->memory + found[i + 1].offset;
+		if (!copy_block(direct, &found[i], &blocks[i], &block))
 			return 0;
+	}
 	told.ended_ns = tk_now_ns();
 	return note(direct, &told, found, metadata);
 }

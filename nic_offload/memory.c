@@ -16,41 +16,6 @@
 #define HUGE_PAGE_NS UINT64_C(20000000) /* average time allowed for one: fragmented memory has to be moved */
 #define HUGE_PAGES_MORE 64u /* the time for this many is allowed beyond that */
 
-void copy_plain(void *to, const void *from, size_t length)
-{
-	memcpy(to, from, length);
-}
-
-#ifdef __SSE2__
-#include <emmintrin.h>
-
-#define LINE 64
-
-/* For large copies that overwrite whole cache lines: the lines are not read first, and the cache keeps its contents. */
-void copy_past_cache(void *target, const void *source, size_t length)
-{
-	char *to = target;
-	const char *from = source;
-	size_t first = -(uintptr_t)to % LINE;
-	if (length < first + LINE) {
-		memcpy(to, from, length);
-		return;
-	}
-	memcpy(to, from, first);
-	for (; length - first >= LINE; first += LINE)
-		for (int part = 0; part < LINE; part += (int)sizeof(__m128i))
-			_mm_stream_si128((__m128i *)(to + first + part),
-					 _mm_loadu_si128((const __m128i *)(from + first + part)));
-	memcpy(to + first, from + first, length - first);
-	_mm_sfence(); /* before other threads learn of these bytes */
-}
-#else
-void copy_past_cache(void *target, const void *source, size_t length)
-{
-	memcpy(target, source, length);
-}
-#endif
-
 /* Huge pages where the kernel has them, all populated before the first block arrives: a fault for each page would cost
  * the first blocks several times as much as copying their bytes. */
 int tk_memory_populate(void *address, size_t length)

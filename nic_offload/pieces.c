@@ -115,14 +115,16 @@ uint32_t gather_some(struct work *work, uint32_t bytes_max)
 }
 
 /* Scatters the next bytes of a block, no more than are left of it. */
-void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, copy_bytes copy)
+void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, copy_bytes copy,
+		 const char *next)
 {
 	while (bytes) {
 		const struct placed *piece = &pieces->pieces[end->piece];
 		uint64_t left = piece->length - end->done, some = left < bytes ? left : bytes;
 		char *to = (char *)piece->address + end->done;
-		copy(to, from, some);
+		copy(to, from, some, next);
 		from += some;
+		next = next ? next + some : NULL;
 		bytes -= some;
 		end->done = some == left ? 0 : end->done + (uint32_t)some;
 		end->piece += some == left;
@@ -133,7 +135,7 @@ void tk_scatter(const struct tk_scattered *blocks, uint32_t count)
 {
 	for (uint32_t i = 0; i < count; i++) {
 		struct pieces_end end = {0};
-		pieces_fill(blocks[i].pieces, &end, (const char *)blocks[i].source, blocks[i].pieces->bytes, copy_plain);
+		pieces_fill(blocks[i].pieces, &end, (const char *)blocks[i].source, blocks[i].pieces->bytes, copy_for(0), NULL);
 	}
 }
 

@@ -226,13 +226,27 @@ int put_shared_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint
 void ring_later(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 void ring_doorbells(struct tk_fabric *fabric);
 
+/* block_copy.c; any thread */
+typedef void (*copy_bytes)(void *to, const void *from, size_t length, const void *next); /* `next`: fetched for later */
+copy_bytes copy_for(uint64_t bytes); /* for a get of so many */
+struct block_copy {
+	copy_bytes copy;
+	const char *from, *then; /* `then`: what is copied afterwards; NULL: it is not known */
+	char *to;
+	struct tk_pieces *pieces; /* its destination instead of `to`; NULL: none */
+	struct pieces_end filled;
+	uint32_t length, skip, part; /* of the block; only the part after `skip` is written */
+	uint32_t done, crc32c;	     /* of the block: how many bytes have been read, and their checksum */
+};
+/* Sets the destination; pieces of another length than the part are ignored. A `part` of 0: the whole block. */
+void block_copy_into(struct block_copy *block, uint64_t address, struct tk_pieces *pieces, uint32_t skip, uint32_t part);
+uint32_t block_copy_some(struct block_copy *block, uint32_t bytes_max); /* returns how many; whole steps */
+
 /* pieces.c; any thread for all but the last */
 void pieces_use(struct tk_pieces *pieces);
 void pieces_let_go(struct tk_pieces *pieces);
-typedef void (*copy_bytes)(void *to, const void *from, size_t length);
-void copy_plain(void *to, const void *from, size_t length);
-void copy_past_cache(void *to, const void *from, size_t length);
-void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, copy_bytes copy);
+void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, copy_bytes copy,
+		 const char *next);
 uint32_t gather_some(struct work *work, uint32_t bytes_max);
 
 /* receiver.c: the node's side */

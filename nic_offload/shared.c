@@ -23,25 +23,18 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BYTES_A_STEP (16u << 10) /* copied, and checksummed while they are in the cache */
-#define MANY_BYTES (2u << 20)	 /* of a fetch: more than fits into its caller's cache */
-
 struct shared_block {
 	struct shared_row *told; /* the node's row for this block; NULL: the answer to the call has its location */
 	uint64_t until_ns;	 /* the node keeps its bytes until then */
 	struct work *watch; /* for the word that ends it in another way; NULL: it is over */
-	uint64_t from, to;
-	struct tk_pieces *pieces; /* its destination instead of `to`; NULL: none */
-	struct pieces_end end;
-	uint32_t length, skip, part; /* a `part` of 0: all */
-	uint32_t crc32c;
+	struct block_copy copy;
+	uint32_t crc32c; /* as the node says */
 };
 
 /* A fetch that may be answered with locations. It ends with the last of its watches. */
 struct shared_fetch {
 	struct tk_caller *caller;
 	const struct tk_shared *shared;
-	copy_bytes copy;
 	uint64_t asked_ns;
 	uint32_t blocks, place, watches;
 	int is_answered; /* with the blocks' locations: so the place of the call is in use until the end */
@@ -62,28 +55,23 @@ struct shared_fetch *shared_fetch(struct tk_caller *caller, const struct tk_shar
 		struct call_part_row row = {.part = 0};
 		memcpy(&row, (const char *)rows + i * row_bytes, row_bytes);
 		bytes += row.part ? row.part : row.row.length;
-		struct tk_pieces *pieces = (struct tk_pieces *)(uintptr_t)wanted[i].pieces;
-		if (pieces && tk_pieces_bytes(pieces) != (row.part ? row.part : row.row.length))
-			pieces = NULL;
-		if (pieces)
-			pieces_use(pieces);
-		fetch->block[i] = (struct shared_block){
-			.to = wanted[i].address,
-			.pieces = pieces,
-			.length = row.row.length,
-			.skip = row.skip,
-			.part = row.part,
-		};
+		struct block_copy *copy = &fetch->block[i].copy;
+		copy->length = row.row.length;
+		block_copy_into(copy, wanted[i].address, (struct tk_pieces *)(uintptr_t)wanted[i].pieces, row.skip, row.part);
+		if (copy->pieces)
+			pieces_use(copy->pieces);
+		bytes += copy->part;
 	}
-	fetch->copy = bytes < MANY_BYTES ? copy_plain : copy_past_cache;
+	for (uint32_t i = 0; i < blocks; i++)
+		fetch->block[i].copy.copy = copy_for(bytes);
 	return fetch;
 }
 
 void shared_fetch_free(struct shared_fetch *fetch)
 {
 	for (uint32_t i = 0; fetch && i < fetch->blocks; i++)
-		if (fetch->block[i].pieces)
-			pieces_let_go(fetch->block[i].pieces);
+		if (fetch->block[i].copy.pieces)
+			pieces_let_go(fetch->block[i].copy.pieces);
 	free(fetch);
 }
 
@@ -134,8 +122,9 @@ void shared_over(struct work *watch)
 static int has_place(const struct shared_fetch *fetch, const struct shared_block *block, uint64_t offset)
 {
 	const struct tk_shared *shared = fetch->shared;
-	return block->length <= shared->length && offset <= shared->length - block->length &&
-	       (!block->part || (block->part <= block->length && block->skip <= block->length - block->part));
+	const struct block_copy *copy = &block->copy;
+	return copy->length <= shared->length && offset <= shared->length - copy->length &&
+	       copy->part <= copy->length && copy->skip <= copy->length - copy->part;
 }
 
 /* Reads the rows of an answer, each once: the node can still write there. */
@@ -148,7 +137,7 @@ static int read_rows(struct shared_fetch *fetch, const char *rows)
 		memcpy(&row, rows + i * sizeof row, sizeof row);
 		if (!has_place(fetch, block, row.offset))
 			return 0;
-		block->from = shared->address + row.offset;
+		block->copy.from = (const char *)(uintptr_t)shared->address + row.offset;
 		block->crc32c = row.crc32c;
 	}
 	return 1;
@@ -174,7 +163,7 @@ int shared_told(struct tk_fabric *fabric, struct work *watch)
 	memcpy(&row, there, sizeof row);
 	if (row.generation != watch->ack.generation || !has_place(fetch, block, row.offset))
 		return 0;
-	block->from = fetch->shared->address + row.offset;
+	block->copy.from = (const char *)(uintptr_t)fetch->shared->address + row.offset;
 	block->crc32c = row.crc32c;
 	block->until_ns = row.until_ns;
 	block->told = there;
@@ -225,50 +214,27 @@ int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region 
 	return 1;
 }
 
-/* Handles the next bytes of a block: copies them once, adds them to the checksum, and moves them to their destination.
- * All bytes of the block are checksummed, even if only a part is wanted. */
-static void copy_step(const struct shared_fetch *fetch, struct shared_block *block, struct work *work, uint32_t bytes)
-{
-	char step[BYTES_A_STEP];
-	memcpy(step, (const char *)(uintptr_t)block->from + work->summed, bytes);
-	work->crc = tk_crc32c(step, bytes, work->crc);
-	uint32_t skip = block->part ? block->skip : 0, wanted = block->part ? block->part : block->length;
-	uint32_t first = work->summed < skip ? skip : work->summed;
-	uint32_t end = skip + wanted < work->summed + bytes ? skip + wanted : work->summed + bytes;
-	const char *from = step + (first - work->summed);
-	if (first < end && block->pieces)
-		pieces_fill(block->pieces, &block->end, from, end - first, fetch->copy);
-	else if (first < end)
-		fetch->copy((char *)(uintptr_t)block->to + (first - skip), from, end - first);
-	work->summed += bytes;
-}
-
-static uint32_t code_of(struct shared_fetch *fetch, const struct shared_block *block, const struct work *work)
+static uint32_t code_of(struct shared_fetch *fetch, const struct shared_block *block)
 {
 	const struct tk_shared *shared = fetch->shared;
 	uint64_t now_ns = tk_now_ns();
 	if (block->told ? now_ns > block->until_ns : now_ns - fetch->asked_ns > shared->hold_ns / 2)
 		return shared->late_code;
-	int is_good = work->crc == block->crc32c;
+	int is_good = block->copy.crc32c == block->crc32c;
 	caller_shared(fetch->caller, is_good);
 	if (!is_good)
 		return shared->corrupt_code;
-	return block->pieces ? shared->scattered_code : shared->served_code;
+	return block->copy.pieces ? shared->scattered_code : shared->served_code;
 }
 
 uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes_max)
 {
 	struct shared_fetch *fetch = work->fetch;
 	struct shared_block *block = &fetch->block[work->fetch_row];
-	uint32_t before = work->summed;
-	while (work->summed < block->length && work->summed - before < bytes_max) {
-		uint32_t left = block->length - work->summed;
-		copy_step(fetch, block, work, left < BYTES_A_STEP ? left : BYTES_A_STEP);
-	}
-	uint32_t copied = work->summed - before;
-	if (work->summed < block->length)
+	uint32_t copied = block_copy_some(&block->copy, bytes_max);
+	if (block->copy.done < block->copy.length)
 		return copied;
-	uint32_t code = code_of(fetch, block, work);
+	uint32_t code = code_of(fetch, block);
 	queue_remove(&fabric->summing, work);
 	shared_over(work); /* before its caller is notified, which may reuse the place */
 	group_acked(fabric, &work->ack, code);
