@@ -24,7 +24,9 @@ from kvstore.client.checks import (
 )
 from kvstore.durability import Durability
 from kvstore.errors import InvalidArgument
+from kvstore.limits import TIMEOUT_S_MAX
 from kvstore.names import check_domain_name
+from nic_offload.flags import FlagWord
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,6 +78,8 @@ def _bytes(name: str, value: Any) -> bytes:
 
 
 def _timeout(name: str, value: Any) -> float:
+    if type(value) is float and 0 <= value <= TIMEOUT_S_MAX:
+        return value
     return checked_timeout(value, f"The argument {name}")
 
 
@@ -163,6 +167,14 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "str": _text,
 } | {kind: _named(kind) for kind in ("Arrival", "Client", "Map", "Matched", "Request", "Step")}
 CHECKED: Final = frozenset(_CHECKS)
+# Values of exactly these types always pass.
+_PASS: Final[dict[str, type]] = {
+    "Durability": Durability,
+    "FlagWord | Counter": FlagWord,
+    "Sequence[Block]": list,
+    "bool": bool,
+    "int": int,
+}
 # Looked at by the method, block by block or beside another argument.
 UNCHECKED: Final = {"Data", "Iterable[tuple[bytes, Data]]", "Sequence[int]", "Sequence[tuple[bytes, int]]"}
 
@@ -173,33 +185,50 @@ def _rule(name: str, check: Callable[[str, Any], Any], *, may_be_none: bool) -> 
     return lambda value: None if value is None else check(name, value)
 
 
+def _kind(parameter: inspect.Parameter) -> str:
+    return str(parameter.annotation).removesuffix(" | None")
+
+
 def _rules(method: Callable[..., Any]) -> dict[str, Callable[[Any], Any] | None]:
     """By the names of the parameters after `self`; None if one is not checked here."""
     rules: dict[str, Callable[[Any], Any] | None] = {}
     for one in list(inspect.signature(method).parameters.values())[1:]:
-        kind = str(one.annotation).removesuffix(" | None")
+        kind = _kind(one)
         check = _CHECKS.get(kind)
         rules[one.name] = check and _rule(one.name, check, may_be_none=kind != one.annotation)
     return rules
 
 
 def checked(method: Callable[P, R]) -> Callable[P, R]:
-    """Check the arguments of one method."""
-    by_name, call_of = _rules(method), cast("Callable[..., Any]", method)
-    rules = list(by_name.values())
+    """Check the arguments of one method.
 
-    @wraps(method)
-    def call(self: Any, /, *arguments: Any, **named: Any) -> Any:
-        given = [
-            value if rule is None else rule(value) for rule, value in zip(rules, arguments, strict=False)
-        ]
-        for name, value in named.items():
-            rule = by_name.get(name)
-            if rule is not None:
-                named[name] = rule(value)
-        return call_of(self, *given, *arguments[len(given) :], **named)
-
-    return cast("Callable[P, R]", call)
+    Its wrapper is compiled, as those of dataclasses are: it names each argument, and calls only the checks of those
+    that were given. A loop over them would cost each call more than the checks do.
+    """
+    rules = _rules(method)
+    names: dict[str, Any] = {"_method": method}
+    parameters, passed, is_named = ["self"], ["self"], False
+    for one in list(inspect.signature(method).parameters.values())[1:]:
+        rule, value = rules[one.name], one.name
+        if one.kind is one.KEYWORD_ONLY and not is_named:
+            parameters.append("*")
+            is_named = True
+        names[f"_check_{one.name}"] = rule
+        if rule is not None:
+            value = f"_check_{one.name}({one.name})"
+        if (kind := _PASS.get(_kind(one))) is not None:
+            names[f"_pass_{one.name}"] = kind
+            value = f"{one.name} if type({one.name}) is _pass_{one.name} else {value}"
+        if one.default is one.empty:
+            parameters.append(one.name)
+        else:
+            names[f"_default_{one.name}"] = one.default
+            parameters.append(f"{one.name}=_default_{one.name}")
+            value = f"{one.name} if {one.name} is _default_{one.name} else {value}"
+        passed.append(f"{one.name}={value}" if is_named else value)
+    source = f"def {method.__name__}({', '.join(parameters)}):\n    return _method({', '.join(passed)})\n"
+    exec(compile(source, f"<arguments of {method.__qualname__}>", "exec"), names)  # noqa: S102 - made of our signatures
+    return cast("Callable[P, R]", wraps(method)(names[method.__name__]))
 
 
 def checks_arguments(kind: type[T]) -> type[T]:

@@ -60,6 +60,7 @@ __all__ = [
 
 _key, _length, _domain = attrgetter("key"), attrgetter("length"), attrgetter("domain")
 _LENGTH = "A block's length"
+_FLAGS = (FlagWord, Counter)
 
 
 def check_list(given: object, of: str) -> None:
@@ -302,7 +303,7 @@ def check_slots(slots: int, block_bytes_max: int) -> None:
 
 def check_how(flag: object, durability: object) -> None:
     """Raise for an invalid flag or durability."""
-    if not (flag is None or isinstance(flag, FlagWord | Counter)):
+    if not (flag is None or isinstance(flag, _FLAGS)):
         if isinstance(flag, FlagWords):
             raise InvalidArgument("A flag is one word of FlagWords, such as flags[0], not the FlagWords.")
         raise InvalidArgument(f"A flag is one word of FlagWords or a Counter, not {type(flag).__name__}.")
