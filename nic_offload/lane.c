@@ -27,7 +27,7 @@
 
 #define TOLD_COUNT 256u	     /* records are reported to the application when there are so many, */
 #define TOLD_NS 10000000u     /* or after this time: no caller waits for the report */
-#define ENCRYPTED_A_ROUND (1u << 20) /* small, to stay in the cache, and so that the network doesn't wait */
+#define MADE_A_ROUND (1u << 20) /* small, to stay in the cache, and so that the network doesn't wait */
 
 static const uint8_t no_domain[TK_DOMAIN_BYTES];
 
@@ -257,8 +257,6 @@ struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, cons
 	lane->bytes += record->size;
 	__atomic_add_fetch(&lane->begun, 1, __ATOMIC_RELEASE); /* `tk_lane_hear` reports it from the same moment on */
 	pthread_mutex_unlock(&lane->lock);
-	if (!encryption->vault)
-		write_plain(lane, record);
 	return record;
 }
 
@@ -349,7 +347,7 @@ int poll_lanes(struct tk_fabric *fabric)
 	for (struct tk_lane *lane = fabric->lanes; lane; lane = lane->next) {
 		submit_writes(lane);
 		if (lane->count) {
-			busy |= reap_writes(lane) | retire(lane) | encrypt_some(lane, ENCRYPTED_A_ROUND);
+			busy |= reap_writes(lane) | retire(lane) | write_some(lane, MADE_A_ROUND);
 			submit_writes(lane);
 		}
 		tell_in_time(lane);
@@ -372,7 +370,7 @@ void lanes_end(struct tk_fabric *fabric)
 	for (struct tk_lane *lane = fabric->lanes; lane; lane = lane->next)
 		for (uint32_t i = 0; i < lane->count; i++) {
 			struct record *record = &lane->records[(lane->first + i) % lane->setup.depth];
-			for (encrypt_some(lane, UINT32_MAX); !record->has_ended; encrypt_some(lane, UINT32_MAX)) {
+			for (write_some(lane, UINT32_MAX); !record->has_ended; write_some(lane, UINT32_MAX)) {
 				struct io_uring_cqe *cqe;
 				lane->submit_at_ns = 0;
 				submit_writes(lane);

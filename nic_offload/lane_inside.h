@@ -56,9 +56,9 @@ struct tk_lane {
 	struct piece *pieces; /* a ring of `depth`, by their numbers: */
 	uint64_t pieces_begun, pieces_freed; /* of the next piece, and of the oldest still in use */
 
+	uint32_t whole; /* records of which no more pieces will begin; the next ones follow in order */
 	/* With encryption. */
 	struct record_stream stream; /* the first record that is not complete */
-	uint32_t whole;		     /* records before that one */
 	struct staged staged;
 	uint32_t unsubmitted;
 	uint64_t submit_at_ns; /* at the latest */
@@ -78,8 +78,7 @@ struct tk_lane {
 };
 
 /* lane_writes.c */
-void write_plain(struct tk_lane *lane, struct record *record); /* a piece must be free */
-int encrypt_some(struct tk_lane *lane, uint32_t budget);
+int write_some(struct tk_lane *lane, uint32_t budget); /* begins to write records, after so many bytes are made no more */
 int reap_writes(struct tk_lane *lane);
 void submit_writes(struct tk_lane *lane);
 

@@ -44,9 +44,16 @@ static void begin_piece(struct tk_lane *lane, const struct piece *piece)
 	prepare(lane, placed);
 }
 
-/* Makes its header page, and begins to write the whole record. */
-void write_plain(struct tk_lane *lane, struct record *record)
+static int has_pieces(const struct tk_lane *lane, uint32_t count)
 {
+	return lane->pieces_begun - lane->pieces_freed + count <= lane->setup.depth;
+}
+
+/* Makes its header page, and begins to write the whole record. Returns how many bytes were made; 0: there is no room. */
+static uint32_t write_plain(struct tk_lane *lane, struct record *record)
+{
+	if (!has_pieces(lane, 1))
+		return 0;
 	uint32_t padded = (uint32_t)(record->size - PAGE);
 	char *header = lane->headers + (size_t)(record - lane->records) * PAGE;
 	struct tk_tagged row = {.address = (uint64_t)(uintptr_t)header, .number = record->told.offset};
@@ -60,7 +67,7 @@ void write_plain(struct tk_lane *lane, struct record *record)
 	};
 	begin_piece(lane, &piece);
 	record->is_whole = 1;
-	lane->whole++;
+	return PAGE;
 }
 
 static void free_pieces(struct tk_lane *lane)
@@ -75,14 +82,14 @@ static void end_if_over(struct record *record)
 }
 
 /* Encrypts the next bytes of a record, and begins to write them; the header page of a large record is written with the
- * last of them. 0: there is no room for them now. */
-static int encrypt_piece(struct tk_lane *lane, struct record *record)
+ * last of them. Returns how many; 0: there is no room. */
+static uint32_t encrypt_piece(struct tk_lane *lane, struct record *record)
 {
 	const struct tk_encryption *with = &lane->setup.encryption;
 	uint32_t left = (uint32_t)(record->size - PAGE) - record->encrypted, size = left < PIECE_BYTES ? left : PIECE_BYTES;
 	int is_first = !record->encrypted, is_last = size == left, status = 0;
 	uint32_t taken, payload = record->length - record->encrypted < size ? record->length - record->encrypted : size;
-	if (lane->pieces_begun - lane->pieces_freed + 2 > lane->setup.depth)
+	if (!has_pieces(lane, 2))
 		return 0;
 	char *memory = staged_take(&lane->staged, size + (is_last ? PAGE : 0), &taken);
 	if (!memory)
@@ -122,21 +129,22 @@ static int encrypt_piece(struct tk_lane *lane, struct record *record)
 		begin_piece(lane, &piece);
 	}
 	end_if_over(record);
-	return 1;
+	return size;
 }
 
-int encrypt_some(struct tk_lane *lane, uint32_t budget)
+int write_some(struct tk_lane *lane, uint32_t budget)
 {
+	int is_encrypted = lane->setup.encryption.vault != NULL;
 	uint32_t done = 0;
 	while (lane->whole < lane->count && done < budget) {
 		struct record *record = &lane->records[(lane->first + lane->whole) % lane->setup.depth];
-		uint32_t before = record->encrypted;
-		if (!encrypt_piece(lane, record))
+		uint32_t bytes = is_encrypted ? encrypt_piece(lane, record) : write_plain(lane, record);
+		if (!bytes)
 			break;
-		done += record->encrypted - before;
+		done += bytes;
 		lane->whole += (uint32_t)record->is_whole;
 	}
-	if (done && lane->whole == lane->count) /* the key of an erased domain must not stay in memory until the next record */
+	if (is_encrypted && done && lane->whole == lane->count) /* the key of an erased domain must not stay in memory */
 		record_forget(&lane->stream);
 	return done > 0;
 }
