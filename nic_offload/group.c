@@ -225,7 +225,7 @@ int tk_group_wait(struct tk_group *group, uint32_t first, int landed, uint64_t t
 	struct awaited awaited = {group, first, landed};
 	pthread_mutex_lock(&group->lock);
 	group->waiters++;
-	int come = has_come(group, first, landed);
+	int come = has_come(group, first, landed), had_come = come;
 	if (!come && timeout_ns) {
 		pthread_mutex_unlock(&group->lock);
 		turn_run(group->turn, has_come_meanwhile, &awaited, until_ns);
@@ -239,6 +239,8 @@ int tk_group_wait(struct tk_group *group, uint32_t first, int landed, uint64_t t
 		group->wanted_prefix = UINT32_MAX;
 	group->told |= !group->open;
 	pthread_mutex_unlock(&group->lock);
+	if (had_come)
+		turn_step(group->turn);
 	return come;
 }
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Row"]
 
 _ROW = struct.Struct("=3Q2I")
+_ROWS = ffi.typeof("struct tk_row[]")
 assert _ROW.size == ffi.sizeof("struct tk_row")
 _SLICE_S = 0.25  # a wait in C doesn't see signals
 _SLICE_NS = int(_SLICE_S * 1e9)
@@ -82,7 +83,7 @@ class Group:
     def unnamed_rows(self, count: int | None = None) -> Iterator[tuple[int, int, int, int, int]]:
         """The same as plain tuples, which cost less."""
         count = self._count if count is None else count
-        out = ffi.new("struct tk_row[]", count)
+        out = ffi.new(_ROWS, count)
         lib.tk_group_read(self._handle, 0, count, out)
         return _ROW.iter_unpack(ffi.buffer(out))
 

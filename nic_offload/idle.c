@@ -292,7 +292,7 @@ static void count_sleeper(struct tk_fabric *fabric, int more)
 	}
 }
 
-static int something_came(struct tk_fabric *fabric)
+int rounds_are_due(const struct tk_fabric *fabric)
 {
 	if (__atomic_load_n(&fabric->posted_something, __ATOMIC_SEQ_CST))
 		return 1;
@@ -331,7 +331,7 @@ int rest(struct tk_fabric *fabric, uint64_t idle_ns)
 	fabric->asleep = 1;
 	__atomic_store_n(&fabric->sleeping, 1, __ATOMIC_SEQ_CST);
 	count_sleeper(fabric, 1);
-	if (!something_came(fabric)) {
+	if (!rounds_are_due(fabric)) {
 		struct pollfd wait = {.fd = fabric->sleep_fd, .events = POLLIN};
 		struct timespec timeout = {.tv_nsec = (long)nap_ns};
 		if (is_thread)

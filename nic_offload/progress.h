@@ -152,6 +152,7 @@ int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 int callers_may_run(const struct tk_fabric *fabric); /* any thread's */
 void rounds_begin(struct tk_fabric *fabric, uint64_t until_ns);
 int rounds_go_on(struct tk_fabric *fabric); /* runs one; false: it is the last */
+int rounds_are_due(const struct tk_fabric *fabric); /* something new was posted, or a flag word stored */
 int rounds_end(struct tk_fabric *fabric); /* whether the thread is wanted: for a command, or to end */
 
 /* watch.c: watched words, checksums */

@@ -1,8 +1,8 @@
 /*
  * The rounds of a fabric, and the progress thread, which runs them whenever no caller does (turn.c).
  *
- * One round: take the inbox, drain completions, check flag words and watched words, compute a bounded piece of CRC,
- * post what is ready, report. After a round that found nothing to do, the thread that ran it idles (idle.c).
+ * One round: take the inbox, drain completions, check flag words and watched words, post what is ready, compute a
+ * bounded piece of CRC, post what that made ready, report. After a round that found nothing to do, the thread that ran it idles (idle.c).
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -37,7 +37,8 @@ static int run_round(struct tk_fabric *fabric)
 	busy |= poll_senders(fabric);
 	busy |= poll_callers(fabric);
 	busy |= post_ready(fabric);
-	busy |= make_checksums(fabric);
+	if (make_checksums(fabric))
+		busy |= post_ready(fabric) | 1; /* what was ready before them was not to wait for them */
 	ring_doorbells(fabric);
 	poll_desks(fabric);
 	poll_cold(fabric);

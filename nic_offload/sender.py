@@ -39,6 +39,7 @@ __all__ = [
 
 HEAD_PAGE_BYTES = int(lib.TK_HEAD_PAGE)  # of each slot, before its payload
 METADATA_BYTES_MAX = HEAD_PAGE_BYTES - int(ffi.sizeof("struct tk_put_head"))
+_GROUP = ffi.typeof("struct tk_group **")
 _PUTS = struct.Struct("=7QiIIIIxxxx16s")
 assert _PUTS.size == ffi.sizeof("struct tk_puts")
 _ROW = struct.Struct("=4QII32s16s")
@@ -209,7 +210,7 @@ def put(
         durability,
         fingerprint,
     )
-    out = ffi.new("struct tk_group **")
+    out = ffi.new(_GROUP)
     code = lib.tk_put(fabric.handle, head + b"".join(rows), first + other, out)
     if code:
         raise FabricError.from_code(f"Arming {len(rows)} puts", code)

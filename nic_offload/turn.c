@@ -5,6 +5,9 @@
  * caller sends it and takes its answer. With a thread in between, each call costs two more wake-ups, which take as long
  * as all the rest.
  *
+ * A caller that waits for what has come already runs a single round, if there is something new to send: so puts that
+ * are armed one after the other are under way while their caller is busy with the next.
+ *
  * The progress thread runs the rounds whenever no caller does. When a caller takes the turn, the thread steps aside,
  * and comes back TURN_NS after the last caller has left: most callers call again at once. Stores to flag words, and
  * arrivals, in that time are seen then. If another caller waits, the thread comes back at once.
@@ -158,10 +161,20 @@ static int may_take(const struct turn *turn)
 	       !__atomic_load_n(&turn->waiters, __ATOMIC_SEQ_CST) && callers_may_run(turn->fabric);
 }
 
+/* Under the lock. */
+static struct tk_fabric *take_now(struct turn *turn)
+{
+	if (!may_take(turn) || turn->has != NOBODY)
+		return NULL;
+	turn->has = CALLER;
+	turn->taken++;
+	return turn->fabric;
+}
+
 /* Returns NULL if the caller must wait without the turn. */
 static struct tk_fabric *take(struct turn *turn, uint64_t until_ns)
 {
-	struct tk_fabric *fabric = NULL;
+	struct tk_fabric *fabric;
 	uint64_t late_ns = tk_now_ns() + TAKE_NS;
 	if (until_ns > late_ns)
 		until_ns = late_ns;
@@ -170,11 +183,7 @@ static struct tk_fabric *take(struct turn *turn, uint64_t until_ns)
 	while (may_take(turn) && turn->has == THREAD && tk_now_ns() < until_ns)
 		wait_for_condition(&turn->passed, &turn->lock, until_ns);
 	__atomic_sub_fetch(&turn->wanted, 1, __ATOMIC_RELAXED);
-	if (may_take(turn) && turn->has == NOBODY) {
-		fabric = turn->fabric;
-		turn->has = CALLER;
-		turn->taken++;
-	}
+	fabric = take_now(turn);
 	pthread_mutex_unlock(&turn->lock);
 	return fabric;
 }
@@ -200,5 +209,19 @@ void turn_run(struct turn *turn, int (*has_come)(void *), void *argument, uint64
 	rounds_begin(fabric, until_ns);
 	while (!has_come(argument) && rounds_go_on(fabric))
 		;
+	leave(turn, rounds_end(fabric));
+}
+
+void turn_step(struct turn *turn)
+{
+	struct tk_fabric *fabric = NULL;
+	pthread_mutex_lock(&turn->lock);
+	if (turn->has == NOBODY && turn->fabric && rounds_are_due(turn->fabric)) /* nobody else looks there */
+		fabric = take_now(turn);
+	pthread_mutex_unlock(&turn->lock);
+	if (!fabric)
+		return;
+	rounds_begin(fabric, 0);
+	rounds_go_on(fabric);
 	leave(turn, rounds_end(fabric));
 }

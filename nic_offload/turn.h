@@ -24,5 +24,7 @@ void turn_rouse(struct turn *turn);  /* an awaited event may have come from anot
 void turn_waits(struct turn *turn, int more); /* counts callers that wait without running rounds */
 /* Runs rounds, if the caller may, until `has_come` returns true or until `until_ns`. */
 void turn_run(struct turn *turn, int (*has_come)(void *), void *argument, uint64_t until_ns);
+/* Runs a round, if the caller may at once, for what callers have posted or fired since the last one. */
+void turn_step(struct turn *turn);
 
 #endif

@@ -85,13 +85,18 @@ class Waiting:
         return self.come
 
 
+def until_the_thread_sleeps(pair: Pair) -> None:
+    slept = pair.near.fabric.statistics().sleeps
+    wait_until(lambda: pair.near.fabric.statistics().sleeps > slept + 1, "the thread sleeps")
+
+
 def with_the_turn(pair: Pair, group: Group, seconds: float = WAIT_S) -> Waiting:
     """One that runs the rounds.
 
     It is given the turn while the thread sleeps. A thread that was just woken and gets no core doesn't pass it in time.
     """
-    before, slept = turns(pair), pair.near.fabric.statistics().sleeps
-    wait_until(lambda: pair.near.fabric.statistics().sleeps > slept + 1, "the thread sleeps")
+    before = turns(pair)
+    until_the_thread_sleeps(pair)
     waiting = Waiting(group, seconds)
     wait_until(lambda: turns(pair) > before, "it has the turn")
     return waiting
@@ -176,6 +181,30 @@ def test_work_queued_after_a_caller_left_does_not_wait_for_the_threads_next_wake
         return pair.near.final(tag).value - began_ns < 2_000_000  # until it was posted
 
     assert happens_more_often(is_soon, 1 / 10)
+
+
+def test_a_caller_that_need_not_wait_sends_what_was_posted_meanwhile(pair: Pair) -> None:
+    """So the peer is busy with one put while its caller arms the next."""
+    ended, other, tags = watched(pair, 0), watched(pair, 1), itertools.count()
+    waiting = with_the_turn(pair, ended)
+    say(pair, 0)
+    assert waiting.ended()
+
+    def is_sent_by_the_caller() -> bool:
+        assert not other.wait(1, 0.0003)  # for a moment the thread leaves the rounds to callers
+        before, tag = turns(pair), next(tags)
+        pair.there.arm(pair.there.put(tag, 8))
+        assert ended.wait(1, WAIT_S)
+        ran = turns(pair) > before
+        pair.near.final(tag)
+        return ran
+
+    assert happens_more_often(is_sent_by_the_caller, 0)
+    before = turns(pair)
+    for _ in range(TRIES):  # it is woken now and then
+        until_the_thread_sleeps(pair)
+        assert ended.wait(1, WAIT_S)
+    assert turns(pair) == before, "there was nothing to send"
 
 
 def test_a_flag_stored_right_after_a_caller_left_fires_soon(pair: Pair) -> None:
