@@ -2,7 +2,8 @@
 
 A block's copies are on its first `replicas` owners. They are asked in the order of the map; but if the client has
 stated its zone and only the second owner is in it, the second is asked before the first. The other owners follow, for
-blocks that are still missing.
+blocks that are still missing. An owner that did not send a block in its share of the time, and may only be slow, is
+asked for it once more, with the rest of the time.
 
 What always holds: a zone changes the order of the owners that have copies, never which nodes may be asked. So a wrong
 zone, the client's or one on the map, costs time and no block. A draining node comes last, whatever its zone. A read has
@@ -109,12 +110,10 @@ class Reads:
         ranks += range(staying, staying + len(now.draining))  # draining members come last
         outcomes: list[R | Miss] = [Miss(MissReason.NODE_AWAY, "no member is on the map")] * len(keys)
         lost: dict[int, list[str]] = defaultdict(list)  # the owners that should have a block and don't
-        left: Sequence[int] = range(len(keys))
-        for rank in ranks:
-            left_s = max(0.0, until_s - self._clock.monotonic_ns() / 1e9)
-            if rank != ranks[-1]:
-                left_s = min(left_s / 2, CLUSTER_FIRST_TRY_MS / 1000)
-            for node, at, outcome in self._asked(by_owner(now, tenant, keys, left, rank, near), ask, left_s):
+        late: dict[int, set[int]] = defaultdict(set)  # the ranks whose owners did not send a block in time
+        left = [*range(len(keys))]
+        for rank, some, left_s in self._tries(ranks, left, late, until_s):
+            for node, at, outcome in self._asked(by_owner(now, tenant, keys, some, rank, near), ask, left_s):
                 if not isinstance(outcome, Miss):
                     outcomes[at] = outcome
                     if copied is not None:
@@ -122,12 +121,31 @@ class Reads:
                     continue
                 if node == now.members[now.owners(tenant, keys[at])[0]].node:
                     outcomes[at] = outcome  # the first owner's miss is the most informative
-                if rank < self._replicas and outcome.reason in _PUT_BACK:
+                if outcome.reason is MissReason.NODE_AWAY:
+                    late[at].add(rank)
+                elif rank < self._replicas and outcome.reason in _PUT_BACK:
                     lost[at].append(node)
-            left = [at for at in left if isinstance(outcomes[at], Miss)]
-            if not left:
-                break
+            left[:] = [at for at in left if isinstance(outcomes[at], Miss)]
         return outcomes
+
+    def _tries(
+        self, ranks: Sequence[int], left: Sequence[int], late: Mapping[int, set[int]], until_s: float
+    ) -> Iterator[tuple[int, Sequence[int], float]]:
+        """The ranks to ask, for which blocks, and for how long: each once, then again those that were late."""
+        first = ranks if len(ranks) > 1 else ()
+        for rank in first:
+            if left:
+                yield rank, left, min(self._seconds_until(until_s) / 2, CLUSTER_FIRST_TRY_MS / 1000)
+        for number, rank in enumerate(ranks):
+            some = [at for at in left if rank in late[at]] if first else left
+            left_s = self._seconds_until(until_s)
+            if any(late[at].intersection(ranks[number + 1 :]) for at in some):
+                left_s /= 2
+            if some and (left_s or not first):
+                yield rank, some, left_s
+
+    def _seconds_until(self, until_s: float) -> float:
+        return max(0.0, until_s - self._clock.monotonic_ns() / 1e9)
 
     def _near(self, now: Map) -> frozenset[int]:
         """The members in this client's zone, if any is to be preferred."""

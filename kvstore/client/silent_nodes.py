@@ -3,6 +3,8 @@
 If a call has been under way for `CLUSTER_PROBE_AFTER_MS`, or has failed for want of an answer, its node is probed
 beside it. A node that doesn't answer a probe within `CLUSTER_PROBE_MS` is silent: its client is closed, so all calls to
 it end, and it is not called again until it has answered a probe. The probes are made in the background, with pauses.
+If the probing thread was itself late, the answer may have been too, because this machine is busy: then the node is
+probed again, `CLUSTER_PROBES_LATE_MAX` times at most.
 
 What always holds: no caller waits for a probe. A node that answers with an error is not silent.
 What it doesn't do: change the map. A node that is slow but answers is used, whatever its calls cost.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -23,8 +26,10 @@ from kvstore.errors import ConfigError, NodeUnavailable
 from kvstore.limits import (
     BREAKER_MS_MIN,
     CLUSTER_PROBE_AFTER_MS,
+    CLUSTER_PROBE_LATE_MS,
     CLUSTER_PROBE_MS,
     CLUSTER_PROBE_PAUSE_MS_MAX,
+    CLUSTER_PROBES_LATE_MAX,
 )
 from kvstore.wire import kvstore_pb2, kvstore_pb2_grpc
 
@@ -37,6 +42,15 @@ __all__ = ["SilentNodes"]
 
 _CLOCK = SystemClock()
 _SILENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+@dataclass
+class _Probe:
+    """A probe that has not been answered."""
+
+    channel: grpc.Channel
+    answer: grpc.Future[kvstore_pb2.StatusResponse]
+    late_ms: int = 0  # by which this thread was late at most, since it began
 
 
 class SilentNodes:
@@ -104,10 +118,12 @@ class SilentNodes:
     # --- in the thread
 
     def _run(self) -> None:
-        probes: dict[str, tuple[grpc.Channel, grpc.Future[kvstore_pb2.StatusResponse]]] = {}
+        probes: dict[str, _Probe] = {}
+        inconclusive = Counter[str]()  # unanswered probes in a row that say nothing
         while True:
             with self._changed:
                 is_idle = not (self._waiting or self._suspects or self._silent or probes)
+                began_ms = _now_ms()
                 if not self._closed:
                     self._changed.wait(None if is_idle else BREAKER_MS_MIN / 1000)
                 if self._closed:
@@ -118,25 +134,35 @@ class SilentNodes:
                     one for one, ms in self._heard_ms.items() if now_ms - ms >= CLUSTER_PROBE_AFTER_MS
                 } - self._silent.keys()
                 self._suspects.clear()
+            for probe in probes.values():
+                probe.late_ms = max(probe.late_ms, now_ms - began_ms - BREAKER_MS_MIN)
             for node in due - probes.keys():
-                if (probe := self._probe(node)) is not None:
-                    probes[node] = probe
-            for node in [node for node, (_, answer) in probes.items() if answer.done()]:
-                channel, answer = probes.pop(node)
-                self._probed(node, answer.exception())
-                close_channel(channel)
-        for channel, _ in probes.values():
-            close_channel(channel)
+                if (begun := self._probe(node)) is not None:
+                    probes[node] = begun
+            for node in [node for node, probe in probes.items() if probe.answer.done()]:
+                probe = probes.pop(node)
+                close_channel(probe.channel)
+                error = probe.answer.exception()
+                says_nothing = _is_late(error) and probe.late_ms >= CLUSTER_PROBE_LATE_MS
+                if says_nothing and inconclusive[node] < CLUSTER_PROBES_LATE_MAX:
+                    inconclusive[node] += 1
+                    self.suspect(node)
+                else:
+                    del inconclusive[node]
+                    self._probed(node, error)
+        for probe in probes.values():
+            close_channel(probe.channel)
 
-    def _probe(self, node: str) -> tuple[grpc.Channel, grpc.Future[kvstore_pb2.StatusResponse]] | None:
+    def _probe(self, node: str) -> _Probe | None:
         try:
             channel = open_channel(self._reach(node))
         except ConfigError:  # a file with a token that can't be read now
             return None
         stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
-        return channel, stub.Status.future(kvstore_pb2.StatusRequest(), timeout=CLUSTER_PROBE_MS / 1000)
+        answer = stub.Status.future(kvstore_pb2.StatusRequest(), timeout=CLUSTER_PROBE_MS / 1000)
+        return _Probe(channel, answer)
 
-    def _probed(self, node: str, error: Exception | None) -> None:
+    def _probed(self, node: str, error: BaseException | None) -> None:
         is_silent = isinstance(error, grpc.Call) and error.code() in _SILENT
         with self._changed:
             was_silent, now_ms = node in self._silent, _now_ms()
@@ -150,6 +176,10 @@ class SilentNodes:
                 self._heard_ms[node] = now_ms + CLUSTER_PROBE_PAUSE_MS_MAX - CLUSTER_PROBE_AFTER_MS
         if is_silent and not was_silent:
             self._drop(node)
+
+
+def _is_late(error: BaseException | None) -> bool:
+    return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 def _now_ms() -> int:

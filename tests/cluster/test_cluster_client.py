@@ -126,6 +126,19 @@ def test_blocks_are_spread_and_found_where_they_were_put(world: World) -> None:
     assert hits(world.got(other)) == COUNT - 3
 
 
+@pytest.mark.parametrize("transport", ["auto", "grpc"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nodes_that_need_longer_than_a_first_try_are_waited_for(
+    world: World, replicas: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = world.client(replicas=replicas, transport=transport)
+    world.put(client)
+    monkeypatch.setattr("kvstore.client.cluster_reads.CLUSTER_FIRST_TRY_MS", 0.01)
+    assert hits(world.got(client)) == COUNT
+    assert not any(isinstance(one, Miss) for one in client.exists(world.keys, timeout_s=WAIT_S))
+    assert client.prefix(world.keys, timeout_s=WAIT_S).blocks == COUNT
+
+
 def test_grpc_blocks_are_spread_too(world: World) -> None:
     client = world.client(replicas=2)
     pages = [(key, bytes(world.source[at * 64 : at * 64 + 64])) for at, key in enumerate(world.keys)]

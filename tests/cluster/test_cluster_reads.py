@@ -40,10 +40,11 @@ class Clock(SystemClock):
 
 @dataclass
 class Node:
-    """A node that answers at once, or not at all."""
+    """A node that answers at once, or after a time, or not at all."""
 
     is_dead: bool = False
     hangs: bool = False
+    takes_s: float = 0.0
     answers: dict[bytes, bytes | MissReason] = field(default_factory=dict)
 
 
@@ -64,6 +65,7 @@ class Cluster:
         """All keys; it takes no longer than it may."""
         self.asked.clear()
         self.put_back.clear()
+        self.suspects.clear()
         reach = SimpleNamespace(zone=zone)
         nodes: Any = SimpleNamespace(map=self.map, reach=reach, placed_as=lambda _: "acme")
         silent: Any = SimpleNamespace(suspect=self.suspects.add)
@@ -83,7 +85,9 @@ class Cluster:
             self.clock.now_s = began_s
             for at in some:
                 self.asked[at].append(name)
-            if name not in self.nodes or self.nodes[name].is_dead:
+            if name in self.suspects and self.nodes[name].hangs:
+                answers[name] = NodeUnavailable(f"{name} does not answer.")  # to a probe
+            elif name not in self.nodes or self.nodes[name].is_dead:
                 answers[name] = NodeUnavailable(f"{name} has left the cluster.")
             else:
                 answers[name] = call(self.nodes[name], some)
@@ -92,8 +96,8 @@ class Cluster:
         return answers
 
     def _ask(self, node: Any, some: Sequence[int], left_s: float) -> list[bytes | Miss]:
-        if node.hangs:
-            self.clock.now_s += left_s
+        self.clock.now_s += left_s if node.hangs else min(node.takes_s, left_s)
+        if node.hangs or node.takes_s > left_s:
             return [Miss(AWAY) for _ in some]
         found = [node.answers.get(KEYS[at], LACKS) for at in some]
         return [Miss(one) if isinstance(one, MissReason) else one for one in found]
@@ -142,7 +146,7 @@ def test_a_zone_changes_only_which_copy_is_read() -> None:
         by_zone = cluster.get(zone, replicas)
         assert by_zone == by_map
         for at, key in enumerate(KEYS):
-            asked, owners = cluster.asked[at], cluster.owners(key)
+            asked, owners = list(dict.fromkeys(cluster.asked[at])), cluster.owners(key)
             staying = len(owners) - len(cluster.map.draining)
             by_rank = owners[: min(replicas + 1, staying)] + owners[staying:]
             assert asked in (by_rank[: len(asked)], [*by_rank[1::-1], *by_rank[2:]][: len(asked)])
@@ -224,6 +228,28 @@ def test_a_hanging_nearest_node_leaves_time_for_the_other() -> None:
     assert cluster.suspects == {near}
     assert cluster.get("rack 2", timeout_s=0.2) == KEYS
     assert not cluster.put_back, "it may have its copies"
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_slow_owner_is_asked_again_with_the_rest_of_the_time(replicas: int) -> None:
+    """It needs longer than a first try, and answers probes."""
+    cluster = of_zones("", "", "")
+    for node in cluster.nodes.values():
+        node.takes_s = 1.4
+    assert cluster.get("", replicas) == KEYS
+    late = cluster.get("", replicas, timeout_s=1.5)
+    assert {one.reason for one in late if isinstance(one, Miss)} == {AWAY}
+
+
+def test_an_owner_that_lacks_a_block_is_asked_once() -> None:
+    cluster = of_zones("", "", "")
+    slow = cluster.map.members[0].node
+    cluster.nodes[slow].takes_s = 1.4
+    for node in cluster.nodes.values():
+        node.answers.clear()
+    assert {one.reason for one in cluster.get("") if isinstance(one, Miss)} == {LACKS}
+    for asked in cluster.asked.values():
+        assert sorted(asked) == sorted([*cluster.nodes, slow])
 
 
 def test_a_missing_nearest_copy_is_read_from_the_first_owner_and_put_back() -> None:
