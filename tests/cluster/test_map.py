@@ -7,9 +7,11 @@ from collections import Counter
 from dataclasses import replace
 from hashlib import blake2b
 
+import numpy as np
 import pytest
 
 from kvstore.cluster.map import DRAINING, Map, Member
+from kvstore.cluster.owners import Owners
 from kvstore.errors import ConfigError
 from kvstore.limits import CLUSTER_LOTS, OWNERS_MAX
 from kvstore.placement import LOTS
@@ -52,9 +54,15 @@ def test_no_member_has_much_more_than_its_share(count: int, lots: int) -> None:
         assert max(has.values()) <= (1 + 4 * (count / lots / copies) ** 0.5) * lots * copies / count
 
 
-def test_of_a_thousand_nodes_none_exceeds_the_mean_by_a_fifth() -> None:
-    """The spread is that of independent draws, as the previous test shows; this one has 1,000 nodes."""
+def test_of_a_thousand_nodes_none_exceeds_the_mean_by_a_fifth_and_the_next_one_moves_only_its_share() -> None:
+    """A sixteenth of the lots is drawn, and spread as independent draws are; all of them are spread more evenly."""
+    nodes = [(one.name.encode(), one.weight) for one in members(1001)]
+    lots = CLUSTER_LOTS // 16
+    before, after = (Owners(nodes[:count], (), lots).orders()[:, 0] for count in (1000, 1001))
+    assert np.bincount(before).max() * 1000 / lots <= 1 + 4 * (1000 / lots) ** 0.5
     assert 1 + 4 * (1000 / CLUSTER_LOTS) ** 0.5 < 1.2
+    assert set(after[before != after]) == {1000}
+    assert 0.5 < (before != after).mean() * 1001 < 1.5
 
 
 @EVERY_LOTS
