@@ -74,7 +74,7 @@ class AsyncClusterClient:
         self,
         nodes: Sequence[str] | Reach | None = None,
         *,
-        replicas: int = 1,
+        replicas: int | None = None,
         acks: Literal["all", "any"] = "all",
         **of_clients: Any,
     ) -> None:

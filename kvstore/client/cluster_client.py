@@ -15,11 +15,10 @@ What always holds: for each block what `Client` promises, with one deadline for 
 succeeds only if both owners have the block; with `acks="any"`, if one has. If an owner lacks a block, or doesn't send
 it in its share of the time, the next node in that order is asked, up to one more than there are replicas. So no block
 is missed while one member is away, or has just come back or joined. Of the owners, one in this client's `zone` is asked
-first (`kvstore.client.cluster_reads`). A deletion goes to all members, and fails unless
-each has answered. A node that stops answering costs one short wait in all (`kvstore.client.silent_nodes`). A change of
-the map during a call is no error: blocks for a node that has left go to their new owners; a get from it is a miss.
-Puts that wait for their flag follow the map (`kvstore.client.cluster_ahead`).
-A block that an owner lacked and another node had is put back to it in the background (`kvstore.client.repairs`).
+first (`kvstore.client.cluster_reads`). A deletion goes to all members, and fails unless each has answered. A node that
+stops answering costs one short wait in all (`kvstore.client.silent_nodes`). A change of the map during a call is no
+error: blocks for a node that has left go to their new owners; a get from it is a miss. Puts that wait for their flag
+follow the map (`kvstore.client.cluster_ahead`). A block that an owner lacked is put back to it later (`repairs`).
 What it doesn't do: copy blocks that nobody reads. Nodes do, if configured to (`kvstore.node.upkeep`).
 """
 
@@ -39,7 +38,7 @@ from kvstore.client.blocks import PutResult
 from kvstore.client.checks import check_between, check_lengths, check_wanted, checked_puts
 from kvstore.client.cluster_ahead import Ahead, ArmedAhead, PutPlaces
 from kvstore.client.cluster_blocks import blocks_of, keys_of
-from kvstore.client.cluster_puts import ClusterPin, ClusterPuts, merged, now_s, seconds_until
+from kvstore.client.cluster_puts import ClusterPin, ClusterPuts, merged, now_s, seconds_until, stream_broke
 from kvstore.client.cluster_reads import Reads, by_owner
 from kvstore.client.cluster_removals import Removals
 from kvstore.client.description import described
@@ -105,20 +104,22 @@ class ClusterClient(Handle):
         self,
         nodes: Sequence[str] | Reach | None = None,
         *,
-        replicas: int = 1,
+        replicas: int | None = None,
         acks: Literal["all", "any"] = "all",
         **of_clients: Any,
     ) -> None:
         """`nodes` are one or more of the cluster's nodes; `of_clients` are the arguments of each `Client`.
 
-        Each block is stored on `replicas` nodes, 1 or 2. A put succeeds once all of them have the block, or, with
-        `acks="any"`, once one has.
+        Each block is stored on `replicas` nodes, 1 or 2; by default on as many as the cluster keeps for this tenant. A
+        put succeeds once all of them have the block, or, with `acks="any"`, once one has.
         """
-        check_between("The number of a block's replicas", replicas, 1, REPLICAS_MAX)
+        check_between(
+            "The number of a block's replicas", 1 if replicas is None else replicas, 1, REPLICAS_MAX
+        )
         if acks not in ("all", "any"):
             raise InvalidArgument(f'`acks` is "all" or "any", not {shown(acks)}.')
         self.nodes = Nodes(nodes, **of_clients)
-        self._replicas, self._copies = replicas, replicas if acks == "all" else 1
+        self._replicas, self._acks_max = replicas, REPLICAS_MAX if acks == "all" else 1
         self._calling = self.nodes._calling  # noqa: SLF001 - of this package
         self._repairs = Repairs(self._calling)
         self._closing = threading.Event()
@@ -127,12 +128,23 @@ class ClusterClient(Handle):
         self._removals = Removals(self.nodes, self._each, self._closing, _CLOCK)
         self._silent = SilentNodes(self.nodes.reach.at, self.nodes._drop)  # noqa: SLF001 - of this package
         self._ahead = ArmedAhead(lambda: self.nodes.map)
-        self._reads = Reads(self.nodes, replicas, self._each, self._silent, self._repairs, _CLOCK)
+        self._reads = Reads(
+            self.nodes, lambda: self.replicas, self._each, self._silent, self._repairs, _CLOCK
+        )
 
     def __repr__(self) -> str:
         """The nodes it was given, replicas, transport and tenant, without the token; no node is called."""
         reach = self.nodes.reach
         return described(self, list(reach.nodes), reach, replicas=self._replicas, transport=reach.transport)
+
+    @property
+    def replicas(self) -> int:
+        """On how many nodes each block is stored: as given, or as the cluster does it for this tenant, now.
+
+        >>> cluster.replicas
+        1
+        """
+        return self._replicas or self.nodes._replicas  # noqa: SLF001 - of this package
 
     def register(self, memory: Buffer) -> RegisteredMemory:
         """Register memory for puts to and gets from any node. Close it before the memory is freed.
@@ -169,7 +181,7 @@ class ClusterClient(Handle):
         >>> cluster.owners(key) == [client.target]
         True
         """
-        return self._owners_on(self.nodes.map, key)
+        return self._owners_on(self.nodes.map, key, self.replicas)
 
     # --- over the fabric
 
@@ -219,8 +231,8 @@ class ClusterClient(Handle):
         >>> [result.durability.name for result in puts.wait(timeout_s=10)]
         ['WRITTEN']
         """
-        given, context = list(blocks), copy_context()
-        keys = keys_of(given)
+        given, context, replicas = list(blocks), copy_context(), self.replicas
+        keys, copies = keys_of(given), min(replicas, self._acks_max)
         attach_s = min(self._call_s(timeout_s), CLUSTER_FIRST_TRY_MS / 1000)
         deadline_ns = _CLOCK.monotonic_ns() + lease_ms * 1_000_000
 
@@ -242,19 +254,19 @@ class ClusterClient(Handle):
             return context.run(self._each, parts, late, lambda puts: puts.abandon())
 
         def owners(now: Map, at: int) -> list[str]:
-            return self._owners_on(now, keys[at])
+            return self._owners_on(now, keys[at], replicas)
 
         def threshold(at: int) -> int:
             return given[at].threshold
 
         ahead: Ahead | None = None
-        armed = self._of_owners(keys, arm, lambda puts: puts.abandon())
+        armed = self._of_owners(keys, replicas, arm, lambda puts: puts.abandon())
         if isinstance(flag, FlagWord) and self.nodes.map.revision:
             ahead = Ahead(flag, deadline_ns, threshold, owners, again, self._silent.suspect)
-        places = PutPlaces(keys, armed, self._copies, ahead)
+        places = PutPlaces(keys, armed, copies, ahead)
         if ahead is not None:
             self._ahead.add(places)
-        return ClusterPuts(keys, places, self._copies, self._silent)
+        return ClusterPuts(keys, places, copies, self._silent)
 
     def get(self, blocks: Sequence[ClusterBlock], *, timeout_s: float | None = None) -> list[Hit | Miss]:
         """As `Client.get`, of the first owner that has it, or the nearest: one in this client's `zone` is asked first.
@@ -326,7 +338,7 @@ class ClusterClient(Handle):
         ['WRITTEN']
         """
         given = list(checked_puts(blocks))
-        keys = [key for key, _ in given]
+        keys, replicas = [key for key, _ in given], self.replicas
         until_s = None if timeout_s is None else now_s() + timeout_s
 
         def put(client: Client, some: list[int]) -> list[PutResult]:
@@ -343,11 +355,11 @@ class ClusterClient(Handle):
             return results
 
         told: list[list[PutResult]] = [[] for _ in keys]
-        for node, some, answer in self._of_owners(keys, put):
-            results, broken = ([], answer) if isinstance(answer, KvError) else (answer, _broke(node))
+        for node, some, answer in self._of_owners(keys, replicas, put):
+            results, broken = ([], answer) if isinstance(answer, KvError) else (answer, stream_broke(node))
             for at, result in zip_longest(some, results):
                 told[at].append(result or PutResult(keys[at], None, broken))
-        return [merged(key, some, self._copies) for key, some in zip(keys, told, strict=True)]
+        return [merged(*one, min(replicas, self._acks_max)) for one in zip(keys, told, strict=True)]
 
     def get_many_inline(
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
@@ -462,7 +474,9 @@ class ClusterClient(Handle):
         [True]
         """
         answers = self._of_owners(
-            keys, lambda client, some: client.pin([keys[at] for at in some], time_to_live_ms=time_to_live_ms)
+            keys,
+            self.replicas,
+            lambda client, some: client.pin([keys[at] for at in some], time_to_live_ms=time_to_live_ms),
         )
         pins: list[Pin] = []
         pinned = [False] * len(keys)
@@ -498,18 +512,18 @@ class ClusterClient(Handle):
     def _call_s(self, timeout_s: float | None) -> float:
         return self.nodes.reach.call_timeout_s if timeout_s is None else timeout_s
 
-    def _owners_on(self, now: Map, key: bytes) -> list[str]:
+    def _owners_on(self, now: Map, key: bytes, replicas: int) -> list[str]:
         owners = now.owners(self.nodes.placed_as(now).encode(), key)
-        return [now.members[at].node for at in owners[: self._replicas]]
+        return [now.members[at].node for at in owners[:replicas]]
 
     def _owned(
-        self, keys: Sequence[bytes], some: Iterable[int], called: Container[tuple[str, int]] = ()
+        self, keys: Sequence[bytes], replicas: int, some: Iterable[int], called: Container[tuple[str, int]]
     ) -> dict[str, list[int]]:
         """Which of the keys at these places each node owns, at any rank, and was not called for."""
         now, wanted = self.nodes.map, list(some)
         tenant = self.nodes.placed_as(now).encode()
         parts: dict[str, list[int]] = defaultdict(list)
-        for rank in range(self._replicas):
+        for rank in range(replicas):
             for node, own in by_owner(now, tenant, keys, wanted, rank).items():
                 parts[node] += [at for at in own if (node, at) not in called]
         return {node: own for node, own in parts.items() if own}
@@ -517,11 +531,13 @@ class ClusterClient(Handle):
     def _of_owners(
         self,
         keys: Sequence[bytes],
+        replicas: int,
         call: Callable[[Client, list[int]], R],
         undo: Callable[[R], object] | None = None,
     ) -> list[tuple[str, list[int], R | KvError]]:
         """Call each key's owners, as `_each`; the keys of a node that has left the map go to their new owners."""
-        parts, answers = self._owned(keys, range(len(keys))), list[tuple[str, list[int], R | KvError]]()
+        answers = list[tuple[str, list[int], R | KvError]]()
+        parts = self._owned(keys, replicas, range(len(keys)), called=())
         called = {(node, at) for node, some in parts.items() for at in some}
         while parts:
             left = set[int]()
@@ -537,7 +553,7 @@ class ClusterClient(Handle):
                     left.update(parts[node])
                 else:
                     answers.append((node, parts[node], answer))
-            parts = self._owned(keys, sorted(left), called)
+            parts = self._owned(keys, replicas, sorted(left), called)
             called |= {(node, at) for node, some in parts.items() for at in some}
         return answers
 
@@ -582,7 +598,3 @@ class ClusterClient(Handle):
             if self._closing.is_set():
                 raise Closed("The client is closed.") from None
             raise
-
-
-def _broke(node: str) -> KvError:
-    return NodeUnavailable(f"The stream to {node} broke before this block.")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.client.cluster_ahead import PutPlaces
     from kvstore.client.silent_nodes import SilentNodes
 
-__all__ = ["ClusterPin", "ClusterPuts", "merged", "now_s", "seconds_until"]
+__all__ = ["ClusterPin", "ClusterPuts", "merged", "now_s", "seconds_until", "stream_broke"]
 
 _CLOCK = SystemClock()
 _LOOK_S = CLUSTER_PUTS_SLICE_MS / 1000
@@ -153,6 +153,11 @@ def now_s() -> float:
 def seconds_until(until_s: float) -> float:
     """Seconds until a time; 0 if it has passed."""
     return max(0.0, until_s - now_s())
+
+
+def stream_broke(node: str) -> NodeUnavailable:
+    """The error of blocks whose stream ended before them."""
+    return NodeUnavailable(f"The stream to {node} broke before this block.")
 
 
 def merged(key: bytes, each: Sequence[PutResult], copies: int) -> PutResult:

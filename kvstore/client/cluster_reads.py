@@ -79,7 +79,7 @@ class Reads:
     def __init__(
         self,
         nodes: Nodes,
-        replicas: int,
+        replicas: Callable[[], int],
         each: _Each,
         silent: SilentNodes,
         repairs: Repairs,
@@ -103,10 +103,10 @@ class Reads:
         began_ns = self._clock.monotonic_ns()
         until_s = began_ns / 1e9 + timeout_s
         now = self._nodes.map
-        tenant = self._nodes.placed_as(now).encode()
-        near = self._near(now)
+        tenant, replicas = self._nodes.placed_as(now).encode(), self._replicas()
+        near = self._near(now, replicas)
         staying = min(OWNERS_MAX, len(now.members) - len(now.draining))
-        ranks = [*range(min(self._replicas + 1, staying))]
+        ranks = [*range(min(replicas + 1, staying))]
         ranks += range(staying, staying + len(now.draining))  # draining members come last
         outcomes: list[R | Miss] = [Miss(MissReason.NODE_AWAY, "no member is on the map")] * len(keys)
         lost: dict[int, list[str]] = defaultdict(list)  # the owners that should have a block and don't
@@ -123,7 +123,7 @@ class Reads:
                     outcomes[at] = outcome  # the first owner's miss is the most informative
                 if outcome.reason is MissReason.NODE_AWAY:
                     late[at].add(rank)
-                elif rank < self._replicas and outcome.reason in _PUT_BACK:
+                elif rank < replicas and outcome.reason in _PUT_BACK:
                     lost[at].append(node)
             left[:] = [at for at in left if isinstance(outcomes[at], Miss)]
         return outcomes
@@ -147,10 +147,10 @@ class Reads:
     def _seconds_until(self, until_s: float) -> float:
         return max(0.0, until_s - self._clock.monotonic_ns() / 1e9)
 
-    def _near(self, now: Map) -> frozenset[int]:
+    def _near(self, now: Map, replicas: int) -> frozenset[int]:
         """The members in this client's zone, if any is to be preferred."""
         zone = self._nodes.reach.zone
-        return now.in_zone.get(zone, _NOWHERE) if zone and self._replicas > 1 else _NOWHERE
+        return now.in_zone.get(zone, _NOWHERE) if zone and replicas > 1 else _NOWHERE
 
     def _asked(
         self,

@@ -19,7 +19,13 @@ import grpc
 from kvstore.client.channel import open_channel
 from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.errors import ConfigError
-from kvstore.limits import FOLLOW_AT_ONCE, FOLLOW_NEXT_MS, FOLLOW_RETRY_MS, WATCH_HEARTBEAT_MS
+from kvstore.limits import (
+    FOLLOW_AT_ONCE,
+    FOLLOW_NEXT_MS,
+    FOLLOW_RETRY_MS,
+    REPLICAS_MAX,
+    WATCH_HEARTBEAT_MS,
+)
 from kvstore.placement import LOTS
 from kvstore.wire import cluster_pb2 as pb
 from kvstore.wire import cluster_pb2_grpc
@@ -73,6 +79,7 @@ class Following:
         self.changed = threading.Condition()
         self.is_clustered = False  # by a node's answer
         self.node = ""  # that answered last
+        self.replicas = 0  # of the tenant's blocks, by that node's last message; 0: unknown
         self._has_answer = self._closed = False
         self._asked: list[_Asked] = []  # the nodes that are asked at the same time
         self._first: _Asked | None = None  # of these, the one that answered first: it is followed
@@ -172,6 +179,7 @@ class Following:
             if self._closed or self._first not in {None, asked}:
                 return False
             self.is_clustered, self.node = self.is_clustered or told.clustered, asked.node
+            self.replicas = min(told.replicas, REPLICAS_MAX)
             if told.clustered and not told.members and not self._first and not self._map.revision:
                 return True  # it has no map yet, another node may have one
             self._first = asked

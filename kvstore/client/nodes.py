@@ -111,6 +111,12 @@ class Nodes(Handle):
         for client in gone:
             client.close()
 
+    @property
+    def _replicas(self) -> int:
+        """On how many nodes the cluster keeps each block of this tenant; 1 if it keeps up no copies."""
+        _ = self.map  # waits for a node's answer
+        return self._following.replicas or 1
+
     def home(self, user: str) -> str:
         """The node that stores a user's KV, now.
 

@@ -44,7 +44,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 if now.lots != LOTS and not request.places_by_lots:
                     now = Map.of(now.revision, TOO_OLD)  # it would compute other owners
                 async with deadline("A client of the map"):
-                    await context.write(_told(membership, self._node.upkeep, now, known, placed_as))
+                    told = _told(membership, self._node.upkeep, now, known, placed_as)
+                    if told.upkeep.replicas:
+                        told.replicas = self._gate.tenants.replicas(tenant.name) or told.upkeep.replicas
+                    await context.write(told)
                 if not now.revision:
                     return
                 known = now

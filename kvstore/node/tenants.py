@@ -200,6 +200,10 @@ class Tenants:
             return {tenant_name(name, self.salt): (name, 0) for name in (_DEFAULT, *self._known)}
         return {tenant_name(name, self.salt): (name, entry.replicas) for name, entry in self._entries.items()}
 
+    def replicas(self, name: str) -> int:
+        """A tenant's own number of replicas; 0 if it has none."""
+        return ((self._entries or {}).get(name) or _Entry()).replicas
+
     def copied(self, name: str) -> Tenant:
         """The tenant whose blocks another node copies here; TenantDenied if the name is unknown."""
         if self._entries is not None and name not in self._entries:

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b ad1a094ff6bce4cc884763a2b9a2fb37
+# Generated from proto sources with BLAKE2b a047476c595047a4220003b331935f16
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -16,7 +16,7 @@ class MapRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., places_by_lots: bool = ...) -> None: ...
 
 class MapResponse(_message.Message):
-    __slots__ = ("clustered", "revision", "members", "etcd_away_ms", "outside", "members_digest", "placed_as", "absent", "lots", "upkeep")
+    __slots__ = ("clustered", "revision", "members", "etcd_away_ms", "outside", "members_digest", "placed_as", "absent", "lots", "replicas", "upkeep")
     CLUSTERED_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class MapResponse(_message.Message):
     PLACED_AS_FIELD_NUMBER: _ClassVar[int]
     ABSENT_FIELD_NUMBER: _ClassVar[int]
     LOTS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     UPKEEP_FIELD_NUMBER: _ClassVar[int]
     clustered: bool
     revision: int
@@ -36,8 +37,9 @@ class MapResponse(_message.Message):
     placed_as: str
     absent: _containers.RepeatedCompositeFieldContainer[ClusterMember]
     lots: int
+    replicas: int
     upkeep: UpkeepState
-    def __init__(self, clustered: bool = ..., revision: _Optional[int] = ..., members: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., etcd_away_ms: _Optional[int] = ..., outside: _Optional[str] = ..., members_digest: _Optional[int] = ..., placed_as: _Optional[str] = ..., absent: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., lots: _Optional[int] = ..., upkeep: _Optional[_Union[UpkeepState, _Mapping]] = ...) -> None: ...
+    def __init__(self, clustered: bool = ..., revision: _Optional[int] = ..., members: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., etcd_away_ms: _Optional[int] = ..., outside: _Optional[str] = ..., members_digest: _Optional[int] = ..., placed_as: _Optional[str] = ..., absent: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., lots: _Optional[int] = ..., replicas: _Optional[int] = ..., upkeep: _Optional[_Union[UpkeepState, _Mapping]] = ...) -> None: ...
 
 class UpkeepState(_message.Message):
     __slots__ = ("replicas", "one_copy", "unsure", "full", "copied_blocks", "copied_bytes", "looking", "unknown", "age_ms")

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b ad1a094ff6bce4cc884763a2b9a2fb37
+# Generated from proto sources with BLAKE2b a047476c595047a4220003b331935f16
 from kvstore.wire import blocks_pb2 as _blocks_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

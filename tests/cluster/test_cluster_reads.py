@@ -72,7 +72,7 @@ class Cluster:
         repairs: Any = SimpleNamespace(
             has_room=True, add=lambda node, key, *_: self.put_back.add((node, key))
         )
-        reads = Reads(nodes, replicas, self._each, silent, repairs, self.clock)
+        reads = Reads(nodes, lambda: replicas, self._each, silent, repairs, self.clock)
         until_s = self.clock.now_s + timeout_s
         outcomes = reads.found(KEYS, self._ask, timeout_s, lambda _, found: found)
         assert self.clock.now_s <= until_s + 1e-6
