@@ -99,8 +99,10 @@ def _of_each(arguments: argparse.Namespace, show: Callable[[Client], int]) -> in
 
 
 def _sessions(arguments: argparse.Namespace) -> int:
-    from kvstore.commands.sessions_command import export_one, import_one, list_all
+    from kvstore.commands.sessions_command import Asked, copy_all, export_one, import_one, list_all
 
+    if arguments.action == "copy":
+        return copy_all(Asked(reach(arguments), arguments.user), arguments.session, as_json=arguments.json)
     if arguments.action == "list":
         return list_all(_asked(arguments), as_json=arguments.json)
     if arguments.session is None or arguments.file is None:
@@ -181,12 +183,15 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
     """Add them to the others."""
     sessions = commands.add_parser(
         "sessions",
-        help="list a user's sessions on a node, export one into a file, or import one",
+        help="list a user's sessions on a node, export one, import one, or copy them to the user's home",
         description="List a user's sessions on a node, the one with the latest turn last; export one with its"
-        " blocks into a file; or import one from a file under a free name.",
+        " blocks into a file; import one from a file under a free name; or copy those of a node that is no longer the"
+        " user's home to the home, unless it has them.",
     )
-    sessions.add_argument("action", nargs="?", choices=("list", "export", "import"), default="list")
-    sessions.add_argument("--session", help="the session to export, or the name for the imported one")
+    sessions.add_argument("action", nargs="?", choices=("list", "export", "import", "copy"), default="list")
+    sessions.add_argument(
+        "--session", help="the session to export or copy (all), or the name for the imported one"
+    )
     sessions.add_argument("--file", type=Path, help="the file to write or read")
     reach_node(sessions, whose_user=True)
     sessions.set_defaults(run=_sessions)

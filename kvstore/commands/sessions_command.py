@@ -1,6 +1,6 @@
-"""`kvstore sessions`: lists a user's sessions on a node, exports one into a file, or imports one.
+"""`kvstore sessions`: lists a user's sessions on a node, exports or imports one, or copies them to the user's home.
 
-It changes nothing unless it imports; in a cluster it imports to the user's home. The node knows users only by
+It changes nothing unless it imports or copies, which it does to the user's home. The node knows users only by
 digests, so the user has to be named.
 """
 
@@ -10,15 +10,18 @@ import json
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from kvcli.progress import bars
+from kvcli.running import Status
 from kvstore.client import Client, Nodes, Stored
 from kvstore.client.blocks import KnownLayout
 from kvstore.client.session_file import Reader
+from kvstore.clock import SystemClock
 from kvstore.commands.whole_file import whole_file
 from kvstore.config import counted, printable
-from kvstore.errors import ConfigError, NoSession, SessionFileError
+from kvstore.errors import ConfigError, NoSession, SessionFileError, SessionRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,9 +29,10 @@ if TYPE_CHECKING:
 
     from kvstore.client import ListedSession
     from kvstore.client.blocks import HasFingerprint
+    from kvstore.client.session_export import Progress
     from kvstore.reach import Reach
 
-__all__ = ["Asked", "export_one", "import_one", "list_all"]
+__all__ = ["Asked", "copy_all", "export_one", "import_one", "list_all"]
 
 _HEADS = ("session", "turns", "blocks", "tokens", "last turn (UTC)")
 
@@ -64,6 +68,13 @@ def list_all(asked: Asked, *, as_json: bool = False) -> int:
 
 def export_one(asked: Asked, session: str, path: Path, *, as_json: bool = False) -> int:
     """Write a session into a file, which appears only when it is complete; returns the exit status."""
+    with whole_file(path) as file, bars() as tell:
+        blocks = _export(asked, session, file, lambda done, of: tell("exporting blocks", done, of))
+    print(json.dumps({"blocks": blocks}) if as_json else f"{counted(blocks, 'block')} exported")  # noqa: T201
+    return 0
+
+
+def _export(asked: Asked, session: str, file: BinaryIO, progress: Progress | None = None) -> int:
     with asked.client() as client, asked.naming(session):
         keys = client.session(asked.user, session).keys()
         first = client.exists(keys[:1], any_layout=True)[0] if keys else None
@@ -71,30 +82,72 @@ def export_one(asked: Asked, session: str, path: Path, *, as_json: bool = False)
         raise SessionFileError(
             "The session has no blocks, or its first one is missing; there is nothing to export."
         )
-    with asked.client(KnownLayout(first.fingerprint)) as client, whole_file(path) as file, bars() as tell:
-        chat = client.session(asked.user, session)
-        blocks = chat.export(file, progress=lambda done, of: tell("exporting blocks", done, of))
-    print(json.dumps({"blocks": blocks}) if as_json else f"{counted(blocks, 'block')} exported")  # noqa: T201
-    return 0
+    with asked.client(KnownLayout(first.fingerprint)) as client:
+        return client.session(asked.user, session).export(file, progress=progress)
 
 
 def import_one(asked: Asked, session: str, path: Path, *, as_json: bool = False) -> int:
     """Import the session in a file under an unused name; returns the exit status."""
     try:
-        with path.open("rb") as file:
-            fingerprint = Reader(file).content.fingerprint
-            file.seek(0)
-            with Nodes(asked.reach, layout=KnownLayout(fingerprint)) as nodes, bars() as tell:
-                imported = nodes.of(asked.user).import_session(
-                    file, asked.user, session, progress=lambda done, of: tell("importing blocks", done, of)
-                )
-                blocks = imported.info().blocks
+        with path.open("rb") as file, bars() as tell:
+            blocks = _import(asked, session, file, lambda done, of: tell("importing blocks", done, of))
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
     except SessionFileError as error:
         raise ConfigError(f"{path}: {error}") from error
     print(json.dumps({"blocks": blocks}) if as_json else f"{counted(blocks, 'block')} imported")  # noqa: T201
     return 0
+
+
+def _import(
+    asked: Asked, session: str, file: BinaryIO, progress: Progress | None = None, ends_unix_ms: int = 0
+) -> int:
+    fingerprint = Reader(file).content.fingerprint
+    file.seek(0)
+    with Nodes(asked.reach, layout=KnownLayout(fingerprint)) as nodes:
+        home = nodes.of(asked.user)
+        imported = home.import_session(file, asked.user, session, progress=progress)
+        if ends_unix_ms:
+            imported.limit(max(1, ends_unix_ms - SystemClock().wall_ms()))
+        return imported.info().blocks
+
+
+def copy_all(asked: Asked, session: str | None, *, as_json: bool = False) -> int:
+    """Copy sessions that the user's home lacks from the given nodes to it: all, or one; returns the exit status.
+
+    One that can't be copied is named, and the others are copied.
+    """
+    with Nodes(asked.reach) as nodes:
+        home = nodes.home(asked.user)
+        there = {one.session for one in nodes.of(asked.user).sessions(asked.user)}
+    copied, failed, known = list[str](), dict[str, str](), set[str]()
+    for node in asked.reach.nodes:
+        source = asked._replace(reach=asked.reach.at(node))
+        with source.client() as client:
+            found = [one for one in client.sessions(asked.user) if session in (None, one.session)]
+        known.update(one.session for one in found)
+        for one in sorted(found, key=lambda one: one.session):
+            if one.session in there:
+                continue
+            try:
+                with TemporaryFile() as file:
+                    _export(source, one.session, file)
+                    file.seek(0)
+                    _import(asked, one.session, file, ends_unix_ms=one.expires_unix_ms)
+            except (SessionFileError, SessionRefused) as error:
+                failed[one.session] = str(error)
+            else:
+                copied.append(one.session)
+                there.add(one.session)
+    if session is not None and not known:
+        raise NoSession(
+            f"The user {asked.user!r} has no session {session!r} on {', '.join(asked.reach.nodes)}."
+        )
+    document = {"home": home, "copied": copied, "failed": failed}
+    lines = [f"{printable(name)} was not copied: {why}" for name, why in failed.items()]
+    lines.append(f"{counted(len(copied), 'session')} copied to {home}")
+    print(json.dumps(document, indent=2) if as_json else "\n".join(lines))  # noqa: T201
+    return Status.NO if failed else Status.DONE
 
 
 def _table(sessions: Sequence[ListedSession]) -> str:

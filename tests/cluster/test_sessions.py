@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvcli.running import Status
 from kvstore.client import Client, Nodes
 from kvstore.client.client import session_calls_of
 from kvstore.client.sessions import AnyHome, manifest_of
+from kvstore.clock import SystemClock
 from kvstore.errors import KvError, NodeUnavailable, NoSession, SessionRefused
 from kvstore.miss import MissReason
 from kvstore.names import block_key
 from tests.cluster.test_cluster import Cluster, cluster
+from tests.commands.here import run_here
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
 from tests.stopping import stop
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
 
 __all__ = ["cluster"]
-WAIT_S = 60.0
+WAIT_S, LIVES_MS = 60.0, 600_000
 KEYS = [block_key(b"a session", bytes([number])) for number in range(4)]
 
 
@@ -52,6 +56,14 @@ class OfAnOldMap(AnyHome):
     def is_here(self, user: str) -> bool:
         del user
         return False
+
+
+def copy_sessions(node: NodeProcess, user: str, *session: str) -> tuple[int, dict[str, Any]]:
+    """`kvstore sessions copy`: its status and what it prints."""
+    words = ["sessions", "copy", "--node", node.target, "--user", user, "--json"]
+    words += [word for name in session for word in ("--session", name)]
+    done = run_here(*words)
+    return done.returncode, json.loads(done.stdout or "{}")
 
 
 def home(cluster: Cluster, user: str) -> NodeProcess:
@@ -124,8 +136,13 @@ def test_a_node_that_was_alone_joins_with_the_sessions_of_its_users(cluster: Clu
     with small_node(data) as node, Client(node.target) as client:
         for key in KEYS:
             client.put_inline(key, key)
+        lost = block_key(b"a session's block that is lost")
+        client.put_inline(lost, lost)
         for user in users:
             client.session(user, "chat").append(KEYS, tokens=64)
+            client.session(user, "broken").append([KEYS[0], lost], tokens=32)
+            client.session(user, "ends").append(KEYS[:1], tokens=16, time_to_live_ms=LIVES_MS)
+        client.delete([lost])
     joined = cluster.add(data)
     cluster.settled(cluster.nodes)
     theirs = {user for user in users if cluster.client.home(user) == joined.target}
@@ -140,3 +157,19 @@ def test_a_node_that_was_alone_joins_with_the_sessions_of_its_users(cluster: Clu
         )
         assert done.returncode == 0
     assert keys(cluster.client, moved) == KEYS, "on its home"
+    copied = max({*users} - theirs)
+    status, said = copy_sessions(joined, copied)
+    assert said == {"home": cluster.client.home(copied), "copied": ["chat", "ends"], "failed": said["failed"]}
+    assert (status, list(said["failed"])) == (Status.NO, ["broken"]), "the others are copied all the same"
+    assert keys(cluster.client, copied) == KEYS
+    ends_ms = cluster.client.session(copied, "ends").info().expires_unix_ms
+    assert 0 < ends_ms - SystemClock().wall_ms() <= LIVES_MS, "it ends when it would have"
+    cluster.client.session(copied, "chat").truncate(1)
+    status, said = copy_sessions(joined, copied)
+    assert (status, said["copied"], list(said["failed"])) == (Status.NO, [], ["broken"])
+    assert keys(cluster.client, copied) == KEYS[:1], "what the home has stays"
+    assert copy_sessions(joined, copied, "none")[0] == Status.NO
+    assert copy_sessions(joined, min(theirs), "chat") == (
+        Status.DONE,
+        {"home": joined.target, "copied": [], "failed": {}},
+    )
