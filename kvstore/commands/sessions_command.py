@@ -48,14 +48,12 @@ class Asked(NamedTuple):
         return Client(self.reach, layout=layout)
 
     @contextmanager
-    def naming(self, session: str) -> Iterator[None]:
-        """Name the session in the node's error if there is none."""
+    def naming(self) -> Iterator[None]:
+        """Name the node in its error if there is no session."""
         try:
             yield
-        except NoSession:
-            raise NoSession(
-                f"The user {self.user!r} has no session {session!r} on {self.reach.node}."
-            ) from None
+        except NoSession as error:
+            raise NoSession(f"On {self.reach.node}: {error}") from None
 
 
 def list_all(asked: Asked, *, as_json: bool = False) -> int:
@@ -75,7 +73,7 @@ def export_one(asked: Asked, session: str, path: Path, *, as_json: bool = False)
 
 
 def _export(asked: Asked, session: str, file: BinaryIO, progress: Progress | None = None) -> int:
-    with asked.client() as client, asked.naming(session):
+    with asked.client() as client, asked.naming():
         keys = client.session(asked.user, session).keys()
         first = client.exists(keys[:1], any_layout=True)[0] if keys else None
     if not isinstance(first, Stored):

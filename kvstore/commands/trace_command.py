@@ -27,7 +27,7 @@ _HEADS = ("step", "at ms", "seen by", "what", "blocks", "bytes", "")
 
 def run(asked: Asked, session: str, *, as_json: bool = False) -> int:
     """Print it; returns the exit status."""
-    with asked.client() as client, asked.naming(session):
+    with asked.client() as client, asked.naming():
         trace = client.session(asked.user, session).trace()
     print(json.dumps(document(trace), indent=2) if as_json else table(trace))  # noqa: T201 - its output
     return Status.DONE if trace.seen else Status.NO

@@ -10,6 +10,7 @@ What it doesn't do: move a block's bytes, or know their meaning.
 
 from __future__ import annotations
 
+import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from kvstore.lookups import Kind, Outcome
 from kvstore.names import user_name
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
 from kvstore.node.connection import check_count
-from kvstore.node.session_names import check_text, name_of, no_session
+from kvstore.node.session_names import check_text, home_elsewhere, name_of, no_session
 from kvstore.steps import Step
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.wire import sessions_pb2 as pb
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SessionsService"]
 
+log = logging.getLogger(__name__)
+
 
 class SessionsService(sessions_pb2_grpc.SessionsServicer):
     """The node's service for sessions."""
@@ -58,6 +61,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         self._node = node
         self._gate = gate
         self._protecting: set[SessionName] = set()  # whose manifests are being written
+        self._has_warned = False
 
     async def AppendSession(  # noqa: N802 - named by the proto, like all that follow
         self, request: pb.AppendSessionRequest, context: Context
@@ -317,7 +321,10 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             try:
                 yield
             except NoSession:
-                raise no_session(name.user, name.session) from None
+                raise no_session(name, self._elsewhere(name)) from None
+
+    def _elsewhere(self, name: pb.SessionName) -> str:
+        return home_elsewhere(self._node, self._gate.tenants, name)
 
     def _enter(self, what: str, context: Context, name: pb.SessionName, requests: int = 1) -> Tenant:
         tenant = self._gate.enter(what, context, name.tenant, requests)
@@ -406,6 +413,13 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     async def _changed(self, item: SessionItem, name: pb.SessionName) -> int:
         """Execute a step, and notify watchers; returns how many blocks the session has afterwards."""
         blocks = (await self._do(item)).blocks
+        if not self._has_warned and (elsewhere := self._elsewhere(name)):
+            self._has_warned = True
+            log.warning(
+                "A client that uses no map changes sessions here of users whose home is another node, such as %s."
+                " Clients that use the map don't find them: open sessions with `Nodes`.",
+                elsewhere,
+            )
         self._node.watchers.session(item.name.tenant, name.user, name.session, blocks)
         return blocks
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.limits import RPC_TIMEOUT_MS, TURN_STEP_BLOCKS
 from kvstore.node.calls import check_keys, miss_message, refusals
-from kvstore.node.session_names import name_of, no_session
+from kvstore.node.session_names import home_elsewhere, name_of, no_session
 from kvstore.steps import Step
 from kvstore.wire import steps_pb2 as pb
 from kvstore.wire import steps_pb2_grpc
@@ -97,7 +97,8 @@ class StepsService(steps_pb2_grpc.StepsServicer):
             name = name_of(tenant.id, request.name.user, request.name.session)
             trace = self._node.traces.find(name)
             if trace is None and self._node.store.manifests.get(name) is None:
-                raise no_session(request.name.user, request.name.session)
+                elsewhere = home_elsewhere(self._node, self._gate.tenants, request.name)
+                raise no_session(request.name, elsewhere)
             answer = pb.GetTraceResponse(now_unix_ms=self._node.clock.wall_ms())
             now_ns = self._node.clock.monotonic_ns()
             for seen in () if trace is None else trace.in_order():

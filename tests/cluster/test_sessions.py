@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,6 +27,8 @@ from tests.nic_offload.rig import wait_until
 from tests.stopping import stop
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvstore.demo.node_process import NodeProcess
 
 __all__ = ["cluster"]
@@ -45,6 +48,14 @@ def keys(nodes: Nodes, user: str) -> list[bytes] | None:
         return []
     except KvError:
         return None
+
+
+def wait_for_order(ask: Callable[[], object]) -> None:
+    """Ask until a node orders the user's sessions."""
+    for _ in range(20):
+        with suppress(NodeUnavailable):
+            ask()
+            return
 
 
 class OfAnOldMap(AnyHome):
@@ -105,6 +116,23 @@ def test_a_home_that_hangs_and_returns_serves_none_of_its_old_state(cluster: Clu
     anew = nodes.session(user, "chat")
     assert anew.append(KEYS[:1], tokens=16) == 1
     assert keys(nodes, user) == KEYS[:1]
+
+
+def test_a_client_of_the_wrong_node_is_told_of_the_users_home(cluster: Cluster) -> None:
+    nodes, user = cluster.client, "ada"
+    other = next(node for node in cluster.nodes if node.target != nodes.home(user))
+    with Client(other.target) as client, Client(nodes.home(user)) as at_home:
+        for call in (client.session(user, "chat").keys, client.session(user, "none").trace):
+            with pytest.raises(NoSession, match=f"here: their home in the cluster is {nodes.home(user)}"):
+                call()
+        for one in (at_home.session(user, "chat"), nodes.session(user, "chat")):
+            with pytest.raises(NoSession, match=r"has no session 'chat'\.$"):
+                wait_for_order(one.keys)
+        client.put_inline(KEYS[0], KEYS[0])
+        for name in ("chat", "another"):
+            client.session(user, name).append(KEYS[:1], tokens=16)
+    assert other.log().count(f"users whose home is another node, such as {nodes.home(user)}") == 1
+    assert "another node, such as" not in home(cluster, user).log()
 
 
 def test_without_etcd_sessions_wait_and_a_restarted_node_has_them(cluster: Cluster) -> None:

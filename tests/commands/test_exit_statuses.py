@@ -74,7 +74,7 @@ def test_the_error_names_the_missing_session(
 ) -> None:
     command = [one.replace("{}", str(tmp_path)) for one in CALLS[name]]
     assert main([*command, "--node", shared_node.target, "--tenant", tenant]) == Status.NO
-    said = f"kvstore: The user 'nobody' has no session 'none' on {shared_node.target}.\n"
+    said = f"kvstore: On {shared_node.target}: The user 'nobody' has no session 'none'.\n"
     assert capfd.readouterr().err == said
 
 
