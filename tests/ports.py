@@ -19,7 +19,7 @@ _COUNTER: Final = Path(tempfile.gettempdir()) / f"triggerkv-tests-port-{os.getui
 
 
 def next_port() -> int:
-    """The next port at which nobody listens."""
+    """The next port on which no process listens."""
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     end = max(ephemeral, _BEGIN + _COUNT_MIN)
     with _COUNTER.open("a+") as counter:

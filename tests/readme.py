@@ -29,7 +29,7 @@ _FENCE = re.compile(r"^```(console|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def commands(text: str) -> list[str]:
-    """The commands of a page, in their order, exactly as printed."""
+    """The commands of a page, in order, exactly as printed."""
     found = []
     for kind, block in _FENCE.findall(text):
         for line in block.splitlines():

@@ -1,4 +1,4 @@
-"""Lets a process stand still."""
+"""Stops a process completely."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.nic_offload.rig import wait_until
 
 
 def stop(pid: int) -> None:
-    """Stop a process; all of its threads stand still when this returns.
+    """Stop a process; none of its threads runs when this returns.
 
     The signal alone stops a thread when that has a core next, and meanwhile the others go on: a node may still answer.
     """

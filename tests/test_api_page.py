@@ -1,4 +1,4 @@
-"""docs/api.md is what the docstrings say, and says something of all that users import."""
+"""docs/api.md matches the docstrings, and covers everything that users import."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _COMMAND = re.compile(r"(?:^|[\s`$])((?:\.venv/bin/)?kvstore (?:[a-z]+)[^`\n#|]*
 
 
 def _code(text: str) -> str:
-    """What stands in fences of shell commands, and in backticks."""
+    """The text of shell fences, and of commands in backticks."""
     fenced = re.findall(r"^```(?:sh|console)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     inline = re.findall(r"`(kvstore [^`]+)`", text)
     return "\n".join([*(block.replace("\\\n", " ") for block in fenced), *inline])
@@ -28,7 +28,7 @@ def _commands(text: str) -> list[list[str]]:
 
 
 def _flags() -> dict[str, set[str]]:
-    """Which flags each subcommand takes."""
+    """The flags of each subcommand."""
     (subcommands,) = [
         one for one in _parser()._actions if hasattr(one, "choices") and isinstance(one.choices, dict)
     ]

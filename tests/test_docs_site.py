@@ -23,7 +23,7 @@ SEARCH = "docs/sessions.html?q=rendezvous"
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the site is made of, and the site."""
+    """A copy of the site's sources, with the site built in it."""
     copy = clean_copy(ROOT, tmp_path_factory.mktemp("docs") / "copy")
     done = build(copy)
     assert done.returncode == 0, done.stderr

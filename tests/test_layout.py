@@ -1,4 +1,4 @@
-"""Layouts: what they are called, how large their blocks are, and whose bytes make up which shard.
+"""Layouts: their names, the size of their blocks, and the bytes of each shard.
 
 The bytes are checked against a block that is written number by number from the definition of the order, which shares no
 code with the module.
@@ -27,7 +27,7 @@ TIMEOUT_S = 30
 
 
 def written(layout: Layout) -> bytes:
-    """A block as the order defines it, each number naming its layer, K or V, head, token and place."""
+    """A block in the layout's order; each number encodes its layer, K or V, head, token and place."""
     numbers = []
     for at, layer in enumerate(layout.layers):
         if layer.alias_of is not None:

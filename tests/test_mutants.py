@@ -1,4 +1,4 @@
-"""The list of planted bugs fits the tree, and its runner tells a death from a survivor and from an error."""
+"""The list of planted bugs fits the tree, and its runner distinguishes killed mutants, survivors and errors."""
 
 from __future__ import annotations
 

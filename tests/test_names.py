@@ -1,4 +1,4 @@
-"""Names of blocks, tenants and layouts: fixed for ever, because drives carry them."""
+"""Names of blocks, tenants and layouts never change, because drives contain them."""
 
 from __future__ import annotations
 

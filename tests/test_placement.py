@@ -1,4 +1,4 @@
-"""Placement: shares by weight, and nothing moves that need not."""
+"""Placement: shares by weight, with the fewest moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a node is reached: each setting from the first place that says it; what can't be is refused in a sentence."""
+"""The settings of a client: each comes from the first source that has it, and an invalid one is an error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NODE = "127.0.0.1:7070"
 
 @pytest.fixture(autouse=True)
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of the settings, empty; and no variable of whoever runs the tests."""
+    """An empty file of settings, and no variables from the environment."""
     for name in reach_settings():
         monkeypatch.delenv(f"TRIGGERKV_{name.upper()}", raising=False)
     path = tmp_path / "client.toml"

@@ -1,4 +1,4 @@
-"""`docs/seeing.md`: its example and its commands are run as printed, and it says what there is."""
+"""`docs/seeing.md`: its example and commands are run as printed, and its fields are the real ones."""
 
 from __future__ import annotations
 

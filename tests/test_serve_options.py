@@ -39,7 +39,7 @@ KEY = block_key(b"settings")
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
-    """Settings of a command line, with no variable of whoever runs the tests."""
+    """Reads the settings of a command line, without variables from the environment."""
     for option in OPTIONS:
         monkeypatch.delenv(option.variable, raising=False)
     monkeypatch.delenv("TRIGGERKV_SERVE_CONFIG", raising=False)
@@ -326,7 +326,7 @@ def test_a_node_reloads_its_file(tmp_path: Path) -> None:
 
 
 def _say(node: NodeProcess, file: Path, text: str, said: str) -> None:
-    """Have a node read its file again, and wait until it says so once more than before."""
+    """Change the file, have the node read it again, and wait for one more line `said` in its log."""
     before = node.log().count(said)
     file.write_text(text)
     os.kill(node.pid, signal.SIGHUP)

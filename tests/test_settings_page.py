@@ -1,4 +1,4 @@
-"""docs/settings.md says what the code reads."""
+"""docs/settings.md lists the settings that the code reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tidy test: this tree keeps the rules of the house, and each rule catches what it is for."""
+"""The tree keeps the rules of `tests/tidy.py`, and each rule detects a planted breach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`docs/tracing.md`: its example is run as printed, against a collector, and it says the names and bounds that are."""
+"""`docs/tracing.md`: its example is run as printed, against a collector; its names and bounds are the real ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_example_runs_and_its_trace_matches_the_page(tmp_path: Path) -> None
 
 
 def drawn(drawing: str) -> set[tuple[str, str]]:
-    """Parents and children, by how far each line is moved in."""
+    """Parents and children, by the indentation of each line."""
     pairs, above = set(), {-1: ""}
     for line in drawing.splitlines():
         name = re.split(r"\s{2,}", line.lstrip(" │├└─"))[0]

@@ -1,4 +1,4 @@
-"""Nodes of tests are forked: one that is started from nothing costs half a second of CPU time more."""
+"""Nodes of tests are forked, because a fresh start costs half a second of CPU time more."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Kept:
         return self._spans.get_finished_spans()
 
     def wait_for(self, name: str, count: int = 1) -> list[ReadableSpan]:
-        """Wait until so many have come; gives them."""
+        """Wait for this many spans of a name; returns them."""
         with self._spans.came:
             assert self._spans.came.wait_for(lambda: len(named(self.spans, name)) >= count, WAIT_S), name
         return named(self.spans, name)

@@ -97,7 +97,7 @@ class Warm:
     """The process that nodes are forked from."""
 
     def __init__(self) -> None:
-        """It is started for the first node."""
+        """Prepare it; the process starts with the first node."""
         self._early = _early(dict(os.environ))
         self._socket, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process: subprocess.Popen[bytes] | None = None

@@ -47,7 +47,7 @@ def build(root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def main() -> int:
-    """Build it, and say where it is."""
+    """Build the site, and print its path."""
     done = build(ROOT)
     if done.returncode:
         sys.stderr.write(done.stdout + done.stderr)

@@ -142,7 +142,7 @@ def _signature(name: str, what: object) -> Iterator[str]:
 
 
 def _plain(parameter: str) -> str:
-    """With its annotation, which is a string, as it is written."""
+    """A parameter with its annotation as in the source."""
     parameter = re.sub(r": (?:ForwardRef\()?'([^']*)'\)?", r": \1", parameter)
     return re.sub(r"<(\w+\.\w+): [^>]*>", r"\1", parameter)  # a member of an enumeration
 

@@ -25,7 +25,7 @@ _EXPERIMENTAL = re.compile(
 
 
 def digest_line() -> str:
-    """The line that says from which sources a module was generated."""
+    """The line with the digest of the proto sources."""
     sources = b"".join(path.read_bytes() for path in sorted(PROTO.rglob("*.proto")))
     return f"# Generated from proto sources with BLAKE2b {hashlib.blake2b(sources, digest_size=16).hexdigest()}\n"
 

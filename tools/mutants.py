@@ -52,12 +52,12 @@ class Mutant:
 
     @property
     def is_c(self) -> bool:
-        """Whether an extension of the tree must be compiled for it; the tests' own C is compiled by the tests."""
+        """Whether an extension must be compiled for it; the tests compile their own C."""
         return self.file.endswith((".c", ".h")) and not self.file.startswith("tests/")
 
 
 def load(folder: Path = LISTS) -> list[Mutant]:
-    """All mutants of the lists, in order; a ValueError names the first one that is not written as it must be."""
+    """All mutants of the lists, in order; the first invalid one is a ValueError."""
     mutants: list[Mutant] = []
     for path in sorted(folder.glob("*.toml")):
         for entry in tomllib.loads(path.read_text()).get("mutant", []):
@@ -82,7 +82,7 @@ def named_tests(mutants: list[Mutant]) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: killed, survived, or error; and the last words of the tests if they matter."""
+    """The outcome of a mutant: killed, survived, or error; and the end of the tests' output if it matters."""
 
     mutant: Mutant
     what: str
@@ -91,7 +91,7 @@ class Outcome:
 
     @property
     def is_right(self) -> bool:
-        """Whether it ended as the list says."""
+        """Whether it ended as expected."""
         return self.what == ("survived" if self.mutant.survives else "killed")
 
 
@@ -122,7 +122,7 @@ class Tree:
         self._libraries = {path: (self.path / path).read_bytes() for path in built}
 
     def plant(self, mutant: Mutant) -> str:
-        """Plant it, compile where that is needed, and give the file's text as it was."""
+        """Plant the bug, compile if needed, and return the file's original text."""
         path = self.path / mutant.file
         before = path.read_text()
         if before.count(mutant.old) != 1:
@@ -137,7 +137,7 @@ class Tree:
         return before
 
     def restore(self, mutant: Mutant, before: str) -> None:
-        """Take it back. The extensions are those that were copied, so nothing is left of what was compiled."""
+        """Remove the bug, and restore the copied extensions."""
         (self.path / mutant.file).write_text(before)
         if mutant.is_c:
             for name, library in self._libraries.items():
@@ -145,7 +145,7 @@ class Tree:
                 (self.path / name).write_bytes(library)
 
     def run(self, tests: tuple[str, ...] | list[str], *more: str) -> tuple[int, str]:
-        """Run tests there; their exit status and what they printed. Those of engines in the engines' environment."""
+        """Run tests in the tree, in the engines' environment if they need it; returns exit status and output."""
         status, said = PASSED, ""
         for folder, chosen in (
             (".venv", [test for test in tests if not test.startswith(ENGINES)]),
@@ -188,7 +188,7 @@ class Tree:
         )
 
     def outcome(self, mutant: Mutant) -> Outcome:
-        """Plant it, run its tests, take it back."""
+        """Plant the bug, run its tests, and remove it."""
         began_s = time.monotonic()
         try:
             before = self.plant(mutant)
@@ -206,7 +206,7 @@ class Tree:
 
 
 def _sound_tests(tree: Tree, mutants: list[Mutant]) -> str:
-    """What is wrong with the tests where nothing is planted; nothing if all pass."""
+    """The failures of these tests without a planted bug; empty if all pass."""
     status, said = tree.run(named_tests(mutants))
     return "" if status == PASSED else said[-4000:]
 
@@ -234,7 +234,7 @@ def _outcomes(mutants: list[Mutant], jobs: int, folder: Path) -> list[Outcome]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; 0 if each mutant ended as the list says."""
+    """Run the command; returns 0 if each mutant ended as expected."""
     parser = argparse.ArgumentParser(prog="mutants", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help="only mutants whose name holds one of these words")
     parser.add_argument("--list", action="store_true", help="print guards and tests, and plant nothing")

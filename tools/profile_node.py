@@ -89,7 +89,7 @@ def _print_functions() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the load and print what it cost."""
+    """Run the load and print its cost."""
     parser = argparse.ArgumentParser(prog="tools.profile_node", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=("put", "written", "get", "armed"))
     parser.add_argument("--size", type=int, default=32 << 10, help="bytes of a block (32768)")

@@ -235,7 +235,7 @@ def _licence(of: Distribution) -> str:
 
 
 def _libraries() -> list[dict[str, object]]:
-    """What triggerkv is linked to or imports, with the versions of this environment."""
+    """The libraries that triggerkv links or imports, with their versions in this environment."""
     names = [
         re.split(r"[<>=! \[;]", one)[0]
         for one in distribution("triggerkv").requires or ()
@@ -264,7 +264,7 @@ def _libraries() -> list[dict[str, object]]:
 
 
 def materials(name: str, version: str, files: dict[str, bytes]) -> dict[str, object]:
-    """What a wheel contains and needs, as CycloneDX 1.6."""
+    """The bill of materials of a wheel, as CycloneDX 1.6."""
     node = {"type": "library", "name": _MAIN, "version": version, "scope": "required"}
     components: list[dict[str, object]] = _libraries() if name == _MAIN else [dict(node)]
     components += [
@@ -294,7 +294,7 @@ def materials(name: str, version: str, files: dict[str, bytes]) -> dict[str, obj
 
 
 def main() -> int:
-    """Make the wheels and their bills, and say what they are."""
+    """Make the wheels and their bills of materials, and print a line for each."""
     DIST.mkdir(exist_ok=True)
     tools = _tools()
     with tempfile.TemporaryDirectory() as folder:
@@ -316,7 +316,7 @@ def main() -> int:
 
 
 def _finish(name: str, tagged: str, files: dict[str, bytes], folder: Path) -> None:
-    """Pack one wheel, write its bill, and say what both are."""
+    """Pack one wheel, write its bill of materials, and print a line for each."""
     with zipfile.ZipFile(folder / "plain.zip", "w") as plain:
         for path, data in files.items():
             plain.writestr(path, data)

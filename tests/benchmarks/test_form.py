@@ -1,4 +1,4 @@
-"""The form itself: what it computes from values that are known. No speed is asserted anywhere."""
+"""The benchmarks' form: what it computes from known values. No speed is asserted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _from(values: list[float], log: list[str], name: str) -> Callable[[], float]:
-    """A measurement that gives these values, the first to the pair that is thrown away."""
+    """A measurement that returns these values; the first goes to the discarded pair."""
     rest = iter([-1.0, *values])
 
     def measure() -> float:

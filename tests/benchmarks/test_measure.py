@@ -1,4 +1,4 @@
-"""`kvstore bench` over a few small blocks: every part gives its points, and nothing stays behind."""
+"""`kvstore bench` with a few small blocks: every part returns its points, and leaves nothing behind."""
 
 from __future__ import annotations
 

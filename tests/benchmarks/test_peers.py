@@ -1,4 +1,4 @@
-"""The benchmark beside Redis, over a few blocks: every goal has its line, and a client that did not do it says so."""
+"""The benchmark beside Redis with a few blocks: every goal has a line, and a client that fails is reported."""
 
 from __future__ import annotations
 

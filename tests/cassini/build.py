@@ -29,7 +29,7 @@ def build(folder: Path = FOLDER) -> Path:
 
 
 def build_driver(folder: Path = FOLDER) -> Path:
-    """The program with the rules: it runs the one that it is given, and lists them when it is given none."""
+    """Build the driver: given a rule's name, it checks that rule; without one, it lists them."""
     return _compiled(folder / "driver", sorted(HERE.glob("driver*.c")))
 
 

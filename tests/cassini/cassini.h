@@ -5,11 +5,11 @@
  * The parts: `library.c` finds the real libfabric, whose `net` (or `tcp`) provider is the wire; `info.c` answers
  * fi_getinfo; `domain.c`, `endpoint.c`, `address.c`, `queue.c`, `memory.c` and `counter.c` are libfabric's objects;
  * `rma.c` checks reads and writes; `work.c` holds deferred work and fires it; `doorbell.c` is the doorbell pages;
- * `nic.c` is the thread; `wire.c` carries bytes; `refuse.c` answers what is not there.
+ * `nic.c` is the thread; `wire.c` carries bytes; `refuse.c` has the missing functions and the messages.
  *
  * What always holds:
- *   - everything of a domain is touched under its `lock`; the NIC's thread holds it for one turn at a time;
- *   - each endpoint has a wire domain of its own, so a key is good through one endpoint and no other;
+ *   - all state of a domain is used under its `lock`; the NIC's thread holds it for one turn at a time;
+ *   - each endpoint has a wire domain of its own, so a key works through one endpoint only;
  *   - an operation is in one list at a time: waiting for its trigger, ready, suspected, on the wire, or done and
  *     waiting for software to read the queue;
  *   - counters, write-back words and bytes move without the application; entries of a completion queue appear only
@@ -69,13 +69,13 @@ struct op {
 	void *copy; /* of injected bytes; freed with the operation */
 	size_t length;
 	uint64_t offset, key, flags;
-	uint64_t refused_since_ns; /* when the wire began to say "not now" */
+	uint64_t refused_since_ns; /* when the wire first returned -FI_EAGAIN */
 	struct address peer;
 	enum op_kind kind;
 	int holds_request;
 	int suspected;
 	int doomed;  /* half of its bytes go out, and then it fails */
-	int waits;   /* for so many turns, on a wire that reorders */
+	int waits;   /* turns to wait, on a wire that reorders */
 	enum { WHOLE, UPPER_HALF, LOWER_HALF } part; /* of its bytes that goes out next */
 	int error; /* how it ended */
 };
@@ -87,7 +87,7 @@ struct op_list {
 struct peer {
 	struct address address;
 	fi_addr_t wire;
-	int refuses; /* in this turn: what comes behind has to wait too, for the sake of order */
+	int refuses; /* in this turn: later operations wait too, to keep their order */
 };
 
 struct wire {
@@ -204,7 +204,7 @@ struct domain {
 	struct counter *moved;
 	char *doorbells;
 	uint64_t key_sequence;
-	uint64_t unreachable_ns; /* how long the wire may say "not now" of a peer */
+	uint64_t unreachable_ns; /* how long the wire may return -FI_EAGAIN for a peer */
 	uint64_t region_ids[1024]; /* a bit for each of 65536 */
 	uint8_t pages_used[COUNTERS_MAX];
 	int doorbell_fd;
@@ -271,7 +271,7 @@ HIDDEN void counter_add_failure(struct counter *counter, uint64_t value);
 HIDDEN void counter_set_failure(struct counter *counter, uint64_t value);
 HIDDEN void counter_write_back(struct counter *counter);
 HIDDEN uint64_t counter_reached(const struct counter *counter); /* what thresholds are compared with */
-HIDDEN void counter_look(struct counter *counter); /* at its triggers, in the next work_fire */
+HIDDEN void counter_look(struct counter *counter); /* its triggers are examined by the next work_fire */
 
 /* work.c */
 HIDDEN int work_queue(struct domain *domain, struct fi_deferred_work *work);

@@ -1,8 +1,8 @@
 /*
  * Counters: 48 bits of successes, 7 of failures, a doorbell page and a write-back word.
  *
- * The write-back word is not written for every step. It is written when somebody asks (fi_cntr_read, a new buffer),
- * when a threshold is reached that somebody waits for or that a deferred operation with FI_CXI_CNTR_WB set, when the
+ * The write-back word is not written for every step. It is written on request (fi_cntr_read, a new buffer),
+ * when the threshold of a wait or of a deferred operation with FI_CXI_CNTR_WB is reached, when the
  * counter is reset through its doorbell, and when the first failure comes.
  */
 #define _GNU_SOURCE
@@ -48,7 +48,7 @@ uint64_t counter_reached(const struct counter *counter)
 	return counter->success + (counter->domain->errors_count ? counter->failure : 0);
 }
 
-/* Triggers are looked at once the caller is through with what it does: see work_fire. */
+/* Triggers are examined later, by work_fire. */
 void counter_look(struct counter *counter)
 {
 	if (counter->moved)
@@ -66,7 +66,7 @@ void counter_add(struct counter *counter, uint64_t value)
 	counter_look(counter);
 }
 
-/* What a doorbell sets is always 0, and a reset writes back. */
+/* A doorbell resets to 0 only, and a reset writes back. */
 void counter_set(struct counter *counter, uint64_t value)
 {
 	counter->success = value;
@@ -75,7 +75,7 @@ void counter_set(struct counter *counter, uint64_t value)
 	counter_look(counter);
 }
 
-/* Failures come from peers too, so too many of them are no mistake of the application: they stop counting. */
+/* Failures come from peers too, so too many are not the application's mistake: the count stops at its maximum. */
 void counter_add_failure(struct counter *counter, uint64_t value)
 {
 	int first = !counter->failure && value;
@@ -172,7 +172,7 @@ static int set_failure(struct fid_cntr *fid, uint64_t value)
 	return change(fid, value, FI_CXI_CNTR_FAILURE_MAX, value != 0, counter_set_failure);
 }
 
-/* It looks at the write-back word alone, and takes a trigger's slot that a time-out doesn't give back. */
+/* It reads only the write-back word, and takes a trigger's slot, which a timeout doesn't release. */
 static int counter_wait(struct fid_cntr *fid, uint64_t threshold, int timeout_ms)
 {
 	struct counter *counter = counter_of(&fid->fid);
@@ -218,7 +218,7 @@ static int set_write_back_buffer(struct fid *fid, void *buffer, size_t length)
 	return 0;
 }
 
-/* The length is that of a pointer and not of the page: so says the provider, and whoever maps by it must know. */
+/* As in the provider, the length is that of a pointer and not of the page. */
 static int get_doorbell(struct fid *fid, void **address, size_t *length)
 {
 	*address = doorbell_page(counter_of(fid));
@@ -261,7 +261,7 @@ static int counter_close(struct fid *fid)
 	if (counter->bound) {
 		status = -FI_EBUSY;
 	} else if (counter->uses) {
-		/* The provider would let it go, and then touch it when the queue is drained. */
+		/* The provider would free it, and then use it when the queue is drained. */
 		status = say(-FI_EBUSY, "a counter was closed that work, or a request not yet drained, still needs.");
 	} else {
 		work_forget_waits(counter);

@@ -2,7 +2,7 @@
  * Doorbell pages: one for each counter, in a file without a name that any process can map.
  *
  * A store to a real doorbell, once fenced, is a message to the NIC. Here it is a word of memory that the NIC's thread
- * takes with an exchange: of two stores that come between two looks of the thread, it sees the last. Whoever rings must
+ * takes with an exchange: of two stores between two polls of the thread, it sees the last. A caller must
  * therefore wait until the word for adding reads 0 again, and the words for resetting their idle value, before
  * ringing once more. Nothing better is robust: a trap on each store (a protected page and SIGSEGV, or userfaultfd)
  * would have to decode the storing instruction, would take SIGSEGV from the process, and does not see the mappings
@@ -99,7 +99,7 @@ static int poll_reset(struct counter *counter, size_t offset, void (*set)(struct
 	return 1;
 }
 
-/* Resets come first: who resets and then adds, each after the other was seen, gets what they asked for either way. */
+/* Resets come first: a caller that resets and then adds waits in between, so both orders are right. */
 int doorbell_poll(struct counter *counter)
 {
 	int rang = poll_reset(counter, CXI_DOORBELL_RESET, counter_set);

@@ -35,7 +35,7 @@ uint64_t word_at(const void *address)
 	return __atomic_load_n((const uint64_t *)address, __ATOMIC_ACQUIRE);
 }
 
-/* Whatever was written before is there when the doorbell rings. */
+/* All earlier writes are visible when the doorbell rings. */
 void store(uint64_t *word, uint64_t value)
 {
 	__atomic_store_n(word, value, __ATOMIC_RELEASE);
@@ -198,7 +198,7 @@ int queue_put(struct side *from, const struct put *put)
 		.op.rma = &rma,
 	};
 	int status = fi_control(&from->domain->fid, FI_QUEUE_WORK, &work);
-	/* On cxi nothing of this is looked at once the call is over: here it is spoilt at once. */
+	/* cxi reads nothing of this after the call, so it is overwritten here. */
 	memset(&local, 0x5a, sizeof local);
 	memset(&remote, 0x5a, sizeof remote);
 	memset(&rma, 0x5a, sizeof rma);
@@ -239,7 +239,7 @@ void expect_nothing(struct side *side)
 	GIVES(-FI_EAGAIN, fi_cq_read(side->cq, &entry, 1));
 }
 
-/* As nic_offload does it: the version compiled for if there are versions, else whatever has the name. */
+/* As in nic_offload: the symbol's compiled version, or any symbol of the name if there are no versions. */
 static void *resolve(void *handle, const char *name, const char *version)
 {
 	void *symbol = dlvsym(handle, name, version);

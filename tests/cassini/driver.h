@@ -1,7 +1,7 @@
 /*
- * What the driver's rules share: libfabric loaded as nic_offload loads it, sides of a fabric, and waits that end.
+ * Shared by the driver's rules: libfabric loaded as nic_offload loads it, sides of a fabric, and bounded waits.
  *
- * A rule is a function that returns when the rule holds; anything else ends the process with a sentence.
+ * A rule is a function that returns if the rule holds, and otherwise ends the process with a message.
  */
 #ifndef CASSINI_DRIVER_H
 #define CASSINI_DRIVER_H

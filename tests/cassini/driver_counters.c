@@ -11,7 +11,7 @@
 #define VALID CXI_WRITE_BACK_VALID
 #define FAILURES(count) ((uint64_t)(count) << CXI_WRITE_BACK_FAILURE_SHIFT)
 
-static void counters_add_set_and_refuse_what_they_cannot_hold(void)
+static void counters_add_set_and_refuse_values_out_of_range(void)
 {
 	struct side side;
 	side_open(&side);
@@ -36,7 +36,7 @@ static void counters_add_set_and_refuse_what_they_cannot_hold(void)
 	side_close(&side);
 }
 
-static void counters_are_opened_only_as_cxi_has_them(void)
+static void counters_open_only_with_attributes_of_cxi(void)
 {
 	struct side side;
 	struct fid_cntr *counter;
@@ -87,7 +87,7 @@ static void *add_later(void *counter)
 	return NULL;
 }
 
-static void waiting_ends_with_the_count_the_first_failure_or_the_time(void)
+static void a_wait_ends_at_the_count_a_failure_or_the_timeout(void)
 {
 	struct side side;
 	pthread_t thread;
@@ -135,7 +135,7 @@ static void doorbells_add_and_reset(void)
 	side_close(&side);
 }
 
-static void the_doorbells_length_is_not_the_pages(void)
+static void the_doorbells_length_is_less_than_a_page(void)
 {
 	struct side side;
 	void *page;
@@ -148,7 +148,7 @@ static void the_doorbells_length_is_not_the_pages(void)
 	side_close(&side);
 }
 
-static void the_write_back_word_is_written_only_at_its_occasions(void)
+static void the_write_back_word_is_written_only_when_specified(void)
 {
 	struct side side;
 	uint64_t words[2] = {0, 0};
@@ -189,7 +189,7 @@ static void the_write_back_word_is_written_only_at_its_occasions(void)
 
 /* On cxi the flag writes back the triggering counter, one above the threshold: so it works as its manual shows it,
  * with one counter as both trigger and end. */
-static void work_that_asks_for_it_writes_back_its_trigger(void)
+static void work_can_request_a_write_back_of_its_trigger(void)
 {
 	struct side from, to;
 	uint64_t word = 0, end_word = 0;
@@ -215,7 +215,7 @@ static void work_that_asks_for_it_writes_back_its_trigger(void)
 	pair_close(&from, &to);
 }
 
-static void a_cached_counter_answers_with_the_word_before(void)
+static void a_cached_counter_returns_the_last_written_word(void)
 {
 	struct side side;
 	struct fid_cntr *counter;
@@ -253,7 +253,7 @@ static void aborts(size_t offset, uint64_t first, uint64_t second)
 	HOLDS(strstr(text, "software cassini: "));
 }
 
-static void what_hardware_leaves_undefined_ends_with_a_sentence(void)
+static void undefined_behaviour_aborts_with_a_message(void)
 {
 	aborts(CXI_DOORBELL_ADD, FI_CXI_CNTR_SUCCESS_MAX, 1);
 	aborts(CXI_DOORBELL_ADD, 1, FI_CXI_CNTR_SUCCESS_MAX + 1);
@@ -263,16 +263,16 @@ static void what_hardware_leaves_undefined_ends_with_a_sentence(void)
 }
 
 const struct rule counter_rules[] = {
-	{"counters_add_set_and_refuse_what_they_cannot_hold", counters_add_set_and_refuse_what_they_cannot_hold},
-	{"counters_are_opened_only_as_cxi_has_them", counters_are_opened_only_as_cxi_has_them},
+	{"counters_add_set_and_refuse_values_out_of_range", counters_add_set_and_refuse_values_out_of_range},
+	{"counters_open_only_with_attributes_of_cxi", counters_open_only_with_attributes_of_cxi},
 	{"there_are_2047_counters", there_are_2047_counters},
-	{"waiting_ends_with_the_count_the_first_failure_or_the_time",
-	 waiting_ends_with_the_count_the_first_failure_or_the_time},
+	{"a_wait_ends_at_the_count_a_failure_or_the_timeout",
+	 a_wait_ends_at_the_count_a_failure_or_the_timeout},
 	{"doorbells_add_and_reset", doorbells_add_and_reset},
-	{"the_doorbells_length_is_not_the_pages", the_doorbells_length_is_not_the_pages},
-	{"the_write_back_word_is_written_only_at_its_occasions", the_write_back_word_is_written_only_at_its_occasions},
-	{"work_that_asks_for_it_writes_back_its_trigger", work_that_asks_for_it_writes_back_its_trigger},
-	{"a_cached_counter_answers_with_the_word_before", a_cached_counter_answers_with_the_word_before},
-	{"what_hardware_leaves_undefined_ends_with_a_sentence", what_hardware_leaves_undefined_ends_with_a_sentence},
+	{"the_doorbells_length_is_less_than_a_page", the_doorbells_length_is_less_than_a_page},
+	{"the_write_back_word_is_written_only_when_specified", the_write_back_word_is_written_only_when_specified},
+	{"work_can_request_a_write_back_of_its_trigger", work_can_request_a_write_back_of_its_trigger},
+	{"a_cached_counter_returns_the_last_written_word", a_cached_counter_returns_the_last_written_word},
+	{"undefined_behaviour_aborts_with_a_message", undefined_behaviour_aborts_with_a_message},
 	{NULL, NULL},
 };

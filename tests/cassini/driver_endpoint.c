@@ -32,7 +32,7 @@ static void an_endpoint_works_once_it_is_bound_and_enabled(void)
 	side_close(&side);
 }
 
-static void what_is_not_there_is_refused_and_not_a_crash(void)
+static void missing_functions_are_refused_without_a_crash(void)
 {
 	struct side side;
 	struct fid_ep *ep;
@@ -64,7 +64,7 @@ static ssize_t write_with(struct side *side, uint64_t flags, size_t local_count,
 	return fi_writemsg(side->ep, &message, flags);
 }
 
-static void operations_that_make_no_sense_are_refused(void)
+static void invalid_operations_are_refused(void)
 {
 	struct side from, to;
 	pair_open(&from, &to);
@@ -88,7 +88,7 @@ static void operations_that_make_no_sense_are_refused(void)
 	pair_close(&from, &to);
 }
 
-static void entries_come_only_to_who_asks_and_reads(void)
+static void entries_appear_only_on_request_when_the_queue_is_read(void)
 {
 	struct side from, to;
 	void *context;
@@ -197,7 +197,7 @@ static int descriptors_open(void)
 	return count;
 }
 
-static void nothing_closes_while_it_is_used_and_nothing_stays_open(void)
+static void objects_in_use_do_not_close_and_none_stays_open(void)
 {
 	int before = 0;
 	for (int round = 0; round < 12; round++) {
@@ -219,13 +219,13 @@ static void nothing_closes_while_it_is_used_and_nothing_stays_open(void)
 
 const struct rule endpoint_rules[] = {
 	{"an_endpoint_works_once_it_is_bound_and_enabled", an_endpoint_works_once_it_is_bound_and_enabled},
-	{"what_is_not_there_is_refused_and_not_a_crash", what_is_not_there_is_refused_and_not_a_crash},
-	{"operations_that_make_no_sense_are_refused", operations_that_make_no_sense_are_refused},
-	{"entries_come_only_to_who_asks_and_reads", entries_come_only_to_who_asks_and_reads},
+	{"missing_functions_are_refused_without_a_crash", missing_functions_are_refused_without_a_crash},
+	{"invalid_operations_are_refused", invalid_operations_are_refused},
+	{"entries_appear_only_on_request_when_the_queue_is_read", entries_appear_only_on_request_when_the_queue_is_read},
 	{"without_selective_completion_every_operation_has_an_entry",
 	 without_selective_completion_every_operation_has_an_entry},
 	{"the_same_address_has_the_same_number", the_same_address_has_the_same_number},
-	{"nothing_closes_while_it_is_used_and_nothing_stays_open",
-	 nothing_closes_while_it_is_used_and_nothing_stays_open},
+	{"objects_in_use_do_not_close_and_none_stays_open",
+	 objects_in_use_do_not_close_and_none_stays_open},
 	{NULL, NULL},
 };

@@ -1,7 +1,7 @@
-/* Deferred work that fails, and what goes on beside it. */
+/* Deferred work that fails, and other work at the same time. */
 #include "driver.h"
 
-static void a_failure_counts_is_told_and_fires_nothing(void)
+static void a_failure_is_counted_and_reported_and_fires_nothing(void)
 {
 	struct side from, to;
 	void *context;
@@ -28,7 +28,7 @@ static void a_failure_counts_is_told_and_fires_nothing(void)
 	pair_close(&from, &to);
 }
 
-static void an_error_hides_what_comes_behind_it_until_it_is_taken(void)
+static void an_error_hides_later_entries_until_it_is_read(void)
 {
 	struct side from, to;
 	void *context;
@@ -108,8 +108,8 @@ static void more_failures_than_a_counter_holds_stop_counting(void)
 	pair_close(&from, &to);
 }
 
-/* What needs no request fails all the same, and the endpoint's context stands for it. */
-static void an_inject_that_fails_is_told_with_the_endpoints_context(void)
+/* Operations without a request can fail too; the error then has the endpoint's context. */
+static void a_failed_inject_is_reported_with_the_endpoints_context(void)
 {
 	struct side from, to;
 	void *context;
@@ -120,7 +120,7 @@ static void an_inject_that_fails_is_told_with_the_endpoints_context(void)
 	pair_close(&from, &to);
 }
 
-static void a_peer_that_is_not_there_is_a_failure(void)
+static void an_absent_peer_is_a_failure(void)
 {
 	struct side from, to;
 	void *context;
@@ -139,7 +139,7 @@ static void a_peer_that_is_not_there_is_a_failure(void)
 	side_close(&from);
 }
 
-static void closing_an_endpoint_drops_what_is_under_way(void)
+static void closing_an_endpoint_drops_operations_in_flight(void)
 {
 	struct side from, to;
 	pair_open(&from, &to);
@@ -160,14 +160,14 @@ static void closing_an_endpoint_drops_what_is_under_way(void)
 }
 
 const struct rule failure_rules[] = {
-	{"a_failure_counts_is_told_and_fires_nothing", a_failure_counts_is_told_and_fires_nothing},
-	{"an_error_hides_what_comes_behind_it_until_it_is_taken",
-	 an_error_hides_what_comes_behind_it_until_it_is_taken},
+	{"a_failure_is_counted_and_reported_and_fires_nothing", a_failure_is_counted_and_reported_and_fires_nothing},
+	{"an_error_hides_later_entries_until_it_is_read",
+	 an_error_hides_later_entries_until_it_is_read},
 	{"one_bad_key_fails_one_operation", one_bad_key_fails_one_operation},
 	{"more_failures_than_a_counter_holds_stop_counting", more_failures_than_a_counter_holds_stop_counting},
-	{"an_inject_that_fails_is_told_with_the_endpoints_context",
-	 an_inject_that_fails_is_told_with_the_endpoints_context},
-	{"a_peer_that_is_not_there_is_a_failure", a_peer_that_is_not_there_is_a_failure},
-	{"closing_an_endpoint_drops_what_is_under_way", closing_an_endpoint_drops_what_is_under_way},
+	{"a_failed_inject_is_reported_with_the_endpoints_context",
+	 a_failed_inject_is_reported_with_the_endpoints_context},
+	{"an_absent_peer_is_a_failure", an_absent_peer_is_a_failure},
+	{"closing_an_endpoint_drops_operations_in_flight", closing_an_endpoint_drops_operations_in_flight},
 	{NULL, NULL},
 };

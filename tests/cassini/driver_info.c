@@ -10,7 +10,7 @@ static int asks(void (*change)(struct fi_info *hints), struct fi_info **out)
 	return status;
 }
 
-static void without_hints_there_is_cxi_and_nothing_else(void)
+static void without_hints_only_cxi_is_listed(void)
 {
 	struct fi_info *list;
 	GIVES(0, library.getinfo(FI_VERSION(1, 17), NULL, NULL, 0, NULL, &list));
@@ -25,7 +25,7 @@ static void change_nothing(struct fi_info *hints)
 	(void)hints;
 }
 
-static void the_entry_says_what_the_real_one_says(void)
+static void the_entry_equals_that_of_the_real_provider(void)
 {
 	struct fi_info *info;
 	GIVES(0, asks(change_nothing, &info));
@@ -55,7 +55,7 @@ static void ask_for_extras(struct fi_info *hints)
 	hints->domain_attr->mr_mode |= FI_MR_LOCAL | FI_MR_VIRT_ADDR;
 }
 
-static void extras_are_given_to_who_asks(void)
+static void extras_are_given_only_on_request(void)
 {
 	struct fi_info *info;
 	GIVES(0, asks(ask_for_extras, &info));
@@ -90,7 +90,7 @@ CHANGE(read_after_write, hints->tx_attr->msg_order = FI_ORDER_RAW)
 CHANGE(other_addresses, hints->addr_format = FI_SOCKADDR_IN)
 CHANGE(other_provider, strcpy(hints->fabric_attr->prov_name, "tcp"))
 
-static void hints_that_do_not_fit_give_no_data(void)
+static void unsatisfiable_hints_give_no_data(void)
 {
 	void (*const changes[])(struct fi_info *) = {
 		no_endpoint_bit, no_allocated_bit,  no_key_bit,	    no_mode_at_all, automatic_progress,
@@ -106,7 +106,7 @@ static void hints_that_do_not_fit_give_no_data(void)
 	}
 }
 
-static void a_node_is_the_nic_or_an_address_of_this_machine(void)
+static void a_node_is_the_nic_or_a_local_address(void)
 {
 	struct fi_info *info;
 	GIVES(-FI_EINVAL, library.getinfo(FI_VERSION(1, 17), NULL, NULL, FI_SOURCE, NULL, &info));
@@ -122,7 +122,7 @@ static void a_node_is_the_nic_or_an_address_of_this_machine(void)
 	library.freeinfo(info);
 }
 
-static void the_other_exports_are_a_librarys(void)
+static void the_other_exports_of_libfabric_work(void)
 {
 	struct fi_info *hints = library.dupinfo(NULL);
 	HOLDS(hints && hints->tx_attr && hints->rx_attr && hints->ep_attr && hints->domain_attr && hints->fabric_attr);
@@ -136,11 +136,11 @@ static void the_other_exports_are_a_librarys(void)
 }
 
 const struct rule info_rules[] = {
-	{"without_hints_there_is_cxi_and_nothing_else", without_hints_there_is_cxi_and_nothing_else},
-	{"the_entry_says_what_the_real_one_says", the_entry_says_what_the_real_one_says},
-	{"extras_are_given_to_who_asks", extras_are_given_to_who_asks},
-	{"hints_that_do_not_fit_give_no_data", hints_that_do_not_fit_give_no_data},
-	{"a_node_is_the_nic_or_an_address_of_this_machine", a_node_is_the_nic_or_an_address_of_this_machine},
-	{"the_other_exports_are_a_librarys", the_other_exports_are_a_librarys},
+	{"without_hints_only_cxi_is_listed", without_hints_only_cxi_is_listed},
+	{"the_entry_equals_that_of_the_real_provider", the_entry_equals_that_of_the_real_provider},
+	{"extras_are_given_only_on_request", extras_are_given_only_on_request},
+	{"unsatisfiable_hints_give_no_data", unsatisfiable_hints_give_no_data},
+	{"a_node_is_the_nic_or_a_local_address", a_node_is_the_nic_or_a_local_address},
+	{"the_other_exports_of_libfabric_work", the_other_exports_of_libfabric_work},
 	{NULL, NULL},
 };

@@ -1,4 +1,4 @@
-/* Regions: the way to a key, and what a key is good for. */
+/* Regions: how to get a key, and what it permits. */
 #include "driver.h"
 
 #define REMOTE (FI_REMOTE_WRITE | FI_REMOTE_READ)
@@ -74,7 +74,7 @@ static void target_addresses_are_offsets_and_end_with_the_region(void)
 	pair_close(&from, &to);
 }
 
-static void a_key_is_good_through_its_own_endpoint_alone(void)
+static void a_key_works_only_through_its_own_endpoint(void)
 {
 	struct side from, to;
 	char address[8];
@@ -97,7 +97,7 @@ static void a_key_is_good_through_its_own_endpoint_alone(void)
 	pair_close(&from, &to);
 }
 
-static void a_closed_region_takes_nothing_more(void)
+static void a_closed_region_accepts_no_write(void)
 {
 	struct side from, to;
 	pair_open(&from, &to);
@@ -113,7 +113,7 @@ static void a_closed_region_takes_nothing_more(void)
 	pair_close(&from, &to);
 }
 
-static void access_is_what_was_asked_for(void)
+static void access_is_as_requested(void)
 {
 	struct side from, to;
 	void *context;
@@ -156,7 +156,7 @@ static void a_regions_counter_counts_the_writes_into_it(void)
 	pair_close(&from, &to);
 }
 
-static void what_arrives_can_fire_work(void)
+static void an_arriving_write_can_fire_work(void)
 {
 	struct side from, to;
 	pair_open(&from, &to);
@@ -182,10 +182,10 @@ const struct rule memory_rules[] = {
 	{"there_is_no_key_before_a_region_is_bound_and_enabled", there_is_no_key_before_a_region_is_bound_and_enabled},
 	{"a_region_is_one_range_of_the_hosts_memory", a_region_is_one_range_of_the_hosts_memory},
 	{"target_addresses_are_offsets_and_end_with_the_region", target_addresses_are_offsets_and_end_with_the_region},
-	{"a_key_is_good_through_its_own_endpoint_alone", a_key_is_good_through_its_own_endpoint_alone},
-	{"a_closed_region_takes_nothing_more", a_closed_region_takes_nothing_more},
-	{"access_is_what_was_asked_for", access_is_what_was_asked_for},
+	{"a_key_works_only_through_its_own_endpoint", a_key_works_only_through_its_own_endpoint},
+	{"a_closed_region_accepts_no_write", a_closed_region_accepts_no_write},
+	{"access_is_as_requested", access_is_as_requested},
 	{"a_regions_counter_counts_the_writes_into_it", a_regions_counter_counts_the_writes_into_it},
-	{"what_arrives_can_fire_work", what_arrives_can_fire_work},
+	{"an_arriving_write_can_fire_work", an_arriving_write_can_fire_work},
 	{NULL, NULL},
 };

@@ -82,7 +82,7 @@ static void one_process_puts_into_another(void)
 	side_close(&from);
 }
 
-static void a_process_that_dies_is_a_failure_of_its_peers(void)
+static void operations_to_a_dead_process_fail(void)
 {
 	struct side from;
 	struct target target;
@@ -113,7 +113,7 @@ static void a_process_that_dies_is_a_failure_of_its_peers(void)
 }
 
 /* The child knows nothing of libfabric: it maps a page and stores to it, as a GPU would. */
-static void another_process_can_ring(void)
+static void another_process_can_ring_a_doorbell(void)
 {
 	int channel[2], how;
 	off_t offset;
@@ -167,7 +167,7 @@ static void another_process_can_ring(void)
 
 const struct rule process_rules[] = {
 	{"one_process_puts_into_another", one_process_puts_into_another},
-	{"a_process_that_dies_is_a_failure_of_its_peers", a_process_that_dies_is_a_failure_of_its_peers},
-	{"another_process_can_ring", another_process_can_ring},
+	{"operations_to_a_dead_process_fail", operations_to_a_dead_process_fail},
+	{"another_process_can_ring_a_doorbell", another_process_can_ring_a_doorbell},
 	{NULL, NULL},
 };

@@ -1,9 +1,9 @@
-/* The settings under which the stand-in behaves worse: failures that fire, writes that fail, writes without an order. */
+/* Settings that inject faults: failures that fire, writes that fail, writes in any order. */
 #include "driver.h"
 
 #define WRITES 64
 
-static void failures_fire_where_they_are_counted(void)
+static void failures_fire_if_thresholds_include_them(void)
 {
 	struct side from, to;
 	void *context;
@@ -21,7 +21,7 @@ static void failures_fire_where_they_are_counted(void)
 	HOLDS(fi_cntr_read(middle) == 0 && fi_cntr_readerr(middle) == 1);
 	HOLDS(!memcmp(to.memory, from.memory, 8));
 	expect_nothing(&from);
-	/* By software too, and one of each makes two. */
+	/* Failures added by software count too. */
 	GIVES(0, queue_count(&from, FI_OP_CNTR_ADD, trigger, 3, end, 1));
 	GIVES(0, fi_cntr_adderr(trigger, 1));
 	HOLDS(fi_cntr_read(end) == 1);
@@ -33,8 +33,8 @@ static void failures_fire_where_they_are_counted(void)
 	pair_close(&from, &to);
 }
 
-/* In turn without a byte, and after half of them. A word never fails. */
-static void every_so_many_writes_fail_if_asked_to(void)
+/* Alternately before the first byte, and after half of them. A single word never fails. */
+static void every_nth_write_fails_if_configured(void)
 {
 	struct side from, to;
 	setenv("SOFT_CASSINI_FAIL_EVERY", "3", 1);
@@ -53,7 +53,7 @@ static void every_so_many_writes_fail_if_asked_to(void)
 	pair_close(&from, &to);
 }
 
-/* How often a word was there before the one written before it. */
+/* How often a word arrived before an earlier one. */
 static int overtaken(struct side *from, struct side *to)
 {
 	int count = 0;
@@ -83,7 +83,7 @@ static void pair_with_order(struct side *from, struct side *to, uint64_t order)
 	pair_open(from, to);
 }
 
-static void writes_overtake_each_other_if_asked_to(void)
+static void writes_overtake_each_other_if_configured(void)
 {
 	struct side from, to;
 	pair_with_order(&from, &to, 0);
@@ -91,7 +91,7 @@ static void writes_overtake_each_other_if_asked_to(void)
 	pair_close(&from, &to);
 }
 
-static void an_order_that_was_asked_for_is_kept(void)
+static void a_requested_order_is_kept(void)
 {
 	struct side from, to;
 	pair_with_order(&from, &to, FI_ORDER_WAW);
@@ -115,7 +115,7 @@ static int is_whole_at_its_end(struct side *from, struct side *to, uint64_t flag
 	return whole;
 }
 
-static void only_a_confirmed_write_is_whole_at_its_end(void)
+static void only_a_confirmed_write_is_complete_at_its_end(void)
 {
 	struct side from, to;
 	int whole = 0;
@@ -129,10 +129,10 @@ static void only_a_confirmed_write_is_whole_at_its_end(void)
 }
 
 const struct rule setting_rules[] = {
-	{"failures_fire_where_they_are_counted", failures_fire_where_they_are_counted},
-	{"every_so_many_writes_fail_if_asked_to", every_so_many_writes_fail_if_asked_to},
-	{"writes_overtake_each_other_if_asked_to", writes_overtake_each_other_if_asked_to},
-	{"an_order_that_was_asked_for_is_kept", an_order_that_was_asked_for_is_kept},
-	{"only_a_confirmed_write_is_whole_at_its_end", only_a_confirmed_write_is_whole_at_its_end},
+	{"failures_fire_if_thresholds_include_them", failures_fire_if_thresholds_include_them},
+	{"every_nth_write_fails_if_configured", every_nth_write_fails_if_configured},
+	{"writes_overtake_each_other_if_configured", writes_overtake_each_other_if_configured},
+	{"a_requested_order_is_kept", a_requested_order_is_kept},
+	{"only_a_confirmed_write_is_complete_at_its_end", only_a_confirmed_write_is_complete_at_its_end},
 	{NULL, NULL},
 };

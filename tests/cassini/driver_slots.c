@@ -1,4 +1,4 @@
-/* What deferred work is refused, and what there is only so much of: slots for triggers, requests of an endpoint. */
+/* Refused deferred work, and bounded resources: slots for triggers, requests of an endpoint. */
 #include "driver.h"
 
 #define DEPTH 504
@@ -8,7 +8,7 @@ static int queue_one(struct side *side, struct fid_cntr *trigger, struct fid_cnt
 	return queue_count(side, FI_OP_CNTR_ADD, trigger, 1, target, 1);
 }
 
-static void the_depth_is_told_by_every_version_of_the_extension(void)
+static void every_version_of_the_extension_reports_the_depth(void)
 {
 	struct side side;
 	char name[] = "dom_ops_v1";
@@ -126,7 +126,7 @@ static void requests_come_back_only_when_the_queue_is_read(void)
 		GIVES(0, queue_put(&from, &put));
 	GIVES(-FI_EAGAIN, queue_put(&from, &put));
 	ring(trigger, 1);
-	/* The counter has it all, and it is bound to no endpoint: reading it drains nothing. */
+	/* The counter is bound to no endpoint, so reading it drains nothing. */
 	BECOMES(fi_cntr_read(end) == 4);
 	GIVES(-FI_EAGAIN, queue_put(&from, &put));
 	GIVES(-FI_EAGAIN, fi_write(from.ep, from.memory, 512, NULL, from.peer, 0, to.key, NULL));
@@ -146,7 +146,7 @@ static void requests_come_back_only_when_the_queue_is_read(void)
 	side_close(&to);
 }
 
-static void flags_that_deferred_work_cannot_have(void)
+static void deferred_work_with_unsupported_flags_is_refused(void)
 {
 	struct side from, to;
 	pair_open(&from, &to);
@@ -187,7 +187,7 @@ static int queue_ranges(struct side *from, struct fid_cntr *trigger, size_t loca
 	return fi_control(&from->domain->fid, FI_QUEUE_WORK, &work);
 }
 
-static void work_that_makes_no_sense_is_refused(void)
+static void invalid_work_is_refused(void)
 {
 	struct side from, to;
 	pair_open(&from, &to);
@@ -230,7 +230,7 @@ static void work_that_makes_no_sense_is_refused(void)
 	pair_close(&from, &to);
 }
 
-static void what_work_still_needs_does_not_close(void)
+static void objects_needed_by_work_do_not_close(void)
 {
 	struct side from, to;
 	pair_open(&from, &to);
@@ -256,14 +256,14 @@ static void what_work_still_needs_does_not_close(void)
 }
 
 const struct rule slot_rules[] = {
-	{"the_depth_is_told_by_every_version_of_the_extension", the_depth_is_told_by_every_version_of_the_extension},
+	{"every_version_of_the_extension_reports_the_depth", every_version_of_the_extension_reports_the_depth},
 	{"beyond_the_depth_there_is_no_space_in_any_domain", beyond_the_depth_there_is_no_space_in_any_domain},
 	{"other_processes_take_from_the_same_depth", other_processes_take_from_the_same_depth},
 	{"a_write_back_costs_a_second_slot", a_write_back_costs_a_second_slot},
 	{"a_wait_that_timed_out_keeps_its_slot", a_wait_that_timed_out_keeps_its_slot},
 	{"requests_come_back_only_when_the_queue_is_read", requests_come_back_only_when_the_queue_is_read},
-	{"flags_that_deferred_work_cannot_have", flags_that_deferred_work_cannot_have},
-	{"work_that_makes_no_sense_is_refused", work_that_makes_no_sense_is_refused},
-	{"what_work_still_needs_does_not_close", what_work_still_needs_does_not_close},
+	{"deferred_work_with_unsupported_flags_is_refused", deferred_work_with_unsupported_flags_is_refused},
+	{"invalid_work_is_refused", invalid_work_is_refused},
+	{"objects_needed_by_work_do_not_close", objects_needed_by_work_do_not_close},
 	{NULL, NULL},
 };

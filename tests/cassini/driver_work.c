@@ -1,4 +1,4 @@
-/* Deferred work that goes well: when it fires, what it moves, and who is told. */
+/* Deferred work that succeeds: when it fires, what it moves, and its entries. */
 #define _GNU_SOURCE
 #include "driver.h"
 
@@ -13,7 +13,7 @@ static void fires_at_its_threshold_and_not_before(void)
 	struct put put = {.trigger = trigger, .end = end, .threshold = 3, .key = to.key, .offset = 64, .length = 4096};
 	GIVES(0, queue_put(&from, &put));
 	GIVES(0, fi_cntr_add(trigger, 2));
-	/* Other work on the same way comes through meanwhile, so this one would have too. */
+	/* Other work on the same path has arrived meanwhile, so this one would have too. */
 	struct put other = put;
 	other.threshold = 1;
 	other.offset = 32768;
@@ -133,7 +133,7 @@ static void insertion_order_is_not_firing_order(void)
 	side_close(&side);
 }
 
-static void what_is_reached_already_fires_at_once(void)
+static void a_threshold_reached_already_fires_at_once(void)
 {
 	struct side from, to;
 	pair_open(&from, &to);
@@ -148,7 +148,7 @@ static void what_is_reached_already_fires_at_once(void)
 	pair_close(&from, &to);
 }
 
-static void an_entry_comes_if_asked_for_with_the_messages_context(void)
+static void a_requested_entry_has_the_context_of_its_message(void)
 {
 	struct side from, to;
 	void *context, *asked = &from.peer;
@@ -169,7 +169,7 @@ static void an_entry_comes_if_asked_for_with_the_messages_context(void)
 	pair_close(&from, &to);
 }
 
-static void a_completion_counter_is_not_needed(void)
+static void a_completion_counter_is_optional(void)
 {
 	struct side from, to;
 	pair_open(&from, &to);
@@ -199,7 +199,7 @@ static void the_peers_address_is_taken_when_the_work_is_queued(void)
 	pair_close(&from, &to);
 }
 
-static void a_flush_drops_what_has_not_fired_and_tells_nobody(void)
+static void a_flush_drops_unfired_work_without_an_entry(void)
 {
 	struct side from, to;
 	pair_open(&from, &to);
@@ -231,9 +231,8 @@ static void *flush(void *domain)
 	return NULL;
 }
 
-/* The queue of commands belongs to the flush for as long as it lasts: whoever reads a counter meanwhile waits for the
- * rest of it. A flush takes a second unless told otherwise. */
-static void a_flush_holds_up_every_command_for_a_second(void)
+/* A flush holds the queue of commands until it ends, a second by default: reading a counter meanwhile waits for it. */
+static void a_flush_delays_every_command_by_a_second(void)
 {
 	struct side side;
 	pthread_t thread;
@@ -260,12 +259,12 @@ const struct rule work_rules[] = {
 	{"a_read_can_be_deferred", a_read_can_be_deferred},
 	{"counters_can_be_added_to_and_set", counters_can_be_added_to_and_set},
 	{"insertion_order_is_not_firing_order", insertion_order_is_not_firing_order},
-	{"what_is_reached_already_fires_at_once", what_is_reached_already_fires_at_once},
-	{"an_entry_comes_if_asked_for_with_the_messages_context",
-	 an_entry_comes_if_asked_for_with_the_messages_context},
-	{"a_completion_counter_is_not_needed", a_completion_counter_is_not_needed},
+	{"a_threshold_reached_already_fires_at_once", a_threshold_reached_already_fires_at_once},
+	{"a_requested_entry_has_the_context_of_its_message",
+	 a_requested_entry_has_the_context_of_its_message},
+	{"a_completion_counter_is_optional", a_completion_counter_is_optional},
 	{"the_peers_address_is_taken_when_the_work_is_queued", the_peers_address_is_taken_when_the_work_is_queued},
-	{"a_flush_drops_what_has_not_fired_and_tells_nobody", a_flush_drops_what_has_not_fired_and_tells_nobody},
-	{"a_flush_holds_up_every_command_for_a_second", a_flush_holds_up_every_command_for_a_second},
+	{"a_flush_drops_unfired_work_without_an_entry", a_flush_drops_unfired_work_without_an_entry},
+	{"a_flush_delays_every_command_by_a_second", a_flush_delays_every_command_by_a_second},
 	{NULL, NULL},
 };

@@ -1,5 +1,5 @@
 /*
- * Endpoints: what they are bound to, when they work, and the way of an operation through one.
+ * Endpoints: what they are bound to, when they work, and the path of an operation through one.
  *
  * What always holds: an endpoint with regions bound to it doesn't close; one that closes drops what is still under
  * way, without entries and without counting. Until it is enabled, every operation is -FI_ENOSYS.
@@ -56,7 +56,7 @@ void op_free(struct op *op)
 	free(op);
 }
 
-/* An operation that stands for the bytes of a write whose end nobody asked to be that of its arrival. */
+/* An operation for the bytes of a write whose completion doesn't wait for its arrival. */
 static struct op *straggler(struct op *op)
 {
 	struct op *rest = calloc(1, sizeof *rest);
@@ -72,7 +72,7 @@ static struct op *straggler(struct op *op)
 	return rest;
 }
 
-/* So many writes of more than a word fail: in turn before any of their bytes has gone out, and after half of them. */
+/* Every nth write of more than a word fails: alternately before its first byte, and after half of them. */
 static int is_doomed(struct op *op)
 {
 	struct domain *domain = op->endpoint->domain;
@@ -103,7 +103,7 @@ void endpoint_start(struct op *op)
 	nic_wake(endpoint->domain);
 }
 
-/* The NIC's part of an end: the counter. What software has to see waits until it looks. */
+/* The NIC's part of a completion: the counter. The entry waits until software reads the queue. */
 void endpoint_finish(struct op *op, int error)
 {
 	if (op->counter && error)
@@ -155,7 +155,7 @@ static int bind_queue(struct endpoint *endpoint, struct completion_queue *queue,
 	return 0;
 }
 
-/* A counter of remote writes may be named here, and then counts nothing: only a region's does. */
+/* A counter of remote writes is accepted here and counts nothing: only a region's does. */
 static int bind_counter(struct endpoint *endpoint, struct counter *counter, uint64_t flags)
 {
 	struct {

@@ -1,7 +1,7 @@
 /*
  * fi_getinfo: one entry, `cxi0`, or none. This machine has no other NIC as far as the stand-in is concerned.
  *
- * The values are the provider's. What it could do and the stand-in can't is not offered: messages, atomics,
+ * The values are the provider's. Features that the stand-in lacks are not offered: messages, atomics,
  * collectives, memory of devices, client keys. A node is the NIC's name, or an IPv4 address of this machine for the
  * wire to lie on, where the provider wants its own kind of address.
  */
@@ -17,7 +17,7 @@
 #define CAPS_RMA (FI_RMA | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE)
 #define CAPS_DOMAIN (FI_LOCAL_COMM | FI_REMOTE_COMM)
 #define CAPS (CAPS_RMA | CAPS_DOMAIN | FI_RMA_EVENT | FI_FENCE | FI_TRIGGER)
-/* What costs something is given only to who asks for it. */
+/* Features with a cost are offered only on request. */
 #define CAPS_ON_DEMAND (FI_RMA_EVENT | FI_FENCE)
 #define CAPS_TRANSMIT (FI_RMA | FI_READ | FI_WRITE | FI_FENCE | FI_TRIGGER)
 #define CAPS_RECEIVE (FI_RMA | FI_REMOTE_READ | FI_REMOTE_WRITE | FI_RMA_EVENT | FI_TRIGGER)
@@ -40,7 +40,7 @@ static int domain_fits(const struct fi_domain_attr *want)
 {
 	if (!want)
 		return 1;
-	/* Whoever asks for regions bound to endpoints alone is taken to allocate them too. */
+	/* A caller that requests regions bound to endpoints is assumed to allocate them as well. */
 	int mr_mode = want->mr_mode == FI_MR_ENDPOINT ? FI_MR_ENDPOINT | FI_MR_ALLOCATED : want->mr_mode;
 	return !differs(want->name, "cxi0") && (mr_mode & MR_MODE) == MR_MODE &&
 	       want->control_progress != FI_PROGRESS_AUTO && want->data_progress != FI_PROGRESS_AUTO &&
@@ -142,7 +142,7 @@ static int fill(struct fi_info *info, uint32_t version, const struct fi_info *wa
 		       -FI_ENOMEM;
 }
 
-/* 0: it is no address of the kind that is understood here. */
+/* 0: not an IPv4 address. */
 static in_addr_t parse(const char *node)
 {
 	struct in_addr address;

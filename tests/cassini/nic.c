@@ -1,5 +1,5 @@
 /*
- * The NIC: a thread for each domain that looks at the doorbells, fires what is due and moves bytes.
+ * The NIC: a thread for each domain that polls the doorbells, fires due triggers and moves bytes.
  *
  * What always holds: it calls nothing of the application and needs no call of it. It naps while nothing moves, for
  * a time that a doorbell may wait and no longer.
@@ -10,7 +10,7 @@
 #include <sched.h>
 #include <time.h>
 
-#define IDLE_TURNS 16 /* each costs a part of a core that others would have */
+#define IDLE_TURNS 16 /* each takes CPU time from other threads */
 #define LONG_IDLE_TURNS 256 /* 10 ms and more */
 #define NAP_NS 50000
 #define LONG_NAP_NS 400000
@@ -56,7 +56,7 @@ void *nic_run(void *argument)
 			nap(domain);
 			continue;
 		}
-		/* A mutex is not fair: whoever waits for it goes first. */
+		/* A mutex is not fair: waiting callers go first. */
 		pthread_mutex_unlock(&domain->lock);
 		do
 			sched_yield();

@@ -1,6 +1,6 @@
 /*
- * What is not there: every slot of libfabric's tables answers -FI_ENOSYS until something better is put into it, so
- * that no call ever runs into a NULL pointer. And the one way in which the stand-in speaks.
+ * Missing functions: every entry of libfabric's tables returns -FI_ENOSYS until it is replaced, so that no call uses
+ * a NULL pointer. And the stand-in's messages.
  */
 #include "cassini.h"
 
@@ -16,7 +16,7 @@ struct fi_ops_atomic no_atomics;
 struct fi_ops_collective no_collectives;
 struct fi_ops_rma no_rma;
 
-/* It looks at no argument, so it can stand for a function of any signature on every machine that libfabric runs
+/* It reads no argument, so it can replace a function of any signature on every machine that libfabric runs
  * on: callers clean up their own arguments, and a short result fits where a long one is given. */
 static ssize_t refused(void)
 {
@@ -32,7 +32,7 @@ void refuse_all(void *table, size_t bytes)
 	*(size_t *)table = bytes;
 }
 
-/* Hardware would go on in a way that nobody has written down: here it ends in an error and a sentence. */
+/* The behaviour of the hardware is undefined here: the stand-in aborts with a message. */
 int say(int status, const char *sentence)
 {
 	fprintf(stderr, "software cassini: %s\n", sentence);

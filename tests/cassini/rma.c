@@ -3,7 +3,7 @@
  *
  * What always holds: the address of the peer and the bytes of an inject are taken in the call; one local and one
  * remote range; a request is held from the call until software reads the queue, whenever the end of the operation
- * has to be seen by software. Small writes that nobody asked a completion for need none.
+ * has to be seen by software. Small writes without a requested completion need none.
  */
 #include "cassini.h"
 
@@ -59,7 +59,7 @@ int rma_prepare(struct endpoint *endpoint, const struct rma *rma, struct op **ou
 	op->key = rma->key;
 	op->flags = rma->flags;
 	op->holds_request = holds_request;
-	/* An operation without a request can still fail: then the endpoint's context stands for it. */
+	/* An operation without a request can fail too; the error then has the endpoint's context. */
 	op->context = holds_request ? rma->context : endpoint->fid.fid.context;
 	op->counter = rma->counter;
 	if (!rma->deferred)

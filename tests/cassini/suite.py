@@ -1,4 +1,4 @@
-"""Other tests once more, in a process of its own whose libfabric is the software Cassini."""
+"""Runs other tests again, in a process whose libfabric is the software Cassini."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INSIDE = "TRIGGERKV_TESTS_ON_CASSINI"
 
 
 def passes_on_cassini(*paths: str, timeout_s: float, **settings: str) -> None:
-    """Run these tests there, with these settings of it; fail with the end of what they print."""
+    """Run these tests on the software Cassini with these settings; a failure shows the end of their output."""
     if _INSIDE in os.environ:
         pytest.skip("these are those tests already")
     environment = os.environ | {

@@ -1,4 +1,4 @@
-"""A whole connection where writes overtake each other and end before they have arrived, as far as their flags allow."""
+"""Puts and gets where writes overtake each other, and complete before they have arrived, as far as flags allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others notice of a flush that takes its full second, as it does on cxi."""
+"""The effects on other callers of a flush that takes a full second, as on cxi."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
  *
  * What always holds: one wire domain for each endpoint, with its regions in it, so that a key reaches nothing through
  * another endpoint. Every write is acknowledged by the target once its bytes are there. Each write to a region that
- * counts carries its key along, for the wire tells a target of nothing else.
+ * counts carries its key, because the wire reports nothing else to a target.
  *
- * A wrong key costs the wire its whole connection, and with it operations that did nothing wrong. So whatever fails
- * is tried once more, alone: only what fails alone has failed. A NIC would have failed just the one.
+ * A wrong key breaks the wire's whole connection, and other operations with it. So every failed operation is
+ * repeated alone, and only then counts as failed. A NIC would have failed just the one.
  */
 #include "cassini.h"
 
@@ -135,7 +135,7 @@ static void failed(struct op *op, int wire_error)
 	op_push(&op->endpoint->suspects, op);
 }
 
-/* 1: it left its list, whatever became of it. */
+/* 1: it has left its list, successful or not. */
 static int try_to_post(struct op_list *list, struct op *op)
 {
 	struct endpoint *endpoint = op->endpoint;
@@ -164,8 +164,7 @@ static int try_to_post(struct op_list *list, struct op *op)
 	return 1;
 }
 
-/* As much disorder as an endpoint without an order allows: any operation may overtake any other one, and the second half
- * of a write its first. */
+/* As an endpoint without an order permits: any operation may overtake another, and a write's second half its first. */
 void wire_shuffle(struct op *op)
 {
 	uint32_t *chance = &op->endpoint->domain->chance;
@@ -229,7 +228,7 @@ static int drain(struct endpoint *endpoint)
 	ssize_t count = fi_cq_read(endpoint->wire.cq, entries, COMPLETIONS_A_TURN);
 	if (count == -FI_EAVAIL) {
 		struct fi_cq_err_entry error = {0};
-		/* What came in and broke off belongs to no operation of ours: its sender hears of it. */
+		/* An interrupted incoming write belongs to no operation of ours; its sender gets the error. */
 		if (fi_cq_readerr(endpoint->wire.cq, &error, 0) == 1 && error.op_context)
 			ended(endpoint, error.op_context, error.err ? error.err : EIO);
 		return 1;
@@ -243,8 +242,8 @@ static int drain(struct endpoint *endpoint)
 	return count > 0;
 }
 
-/* Bytes that a peer writes give no completion here. A look at the queue that took long has moved some, and more are
- * likely behind them: a nap now would slow the peer down to one socket buffer a nap. */
+/* Bytes written by a peer cause no completion here. If reading the queue took long, it has moved some, and more are
+ * likely to follow: a nap now would slow the peer down to one socket buffer per nap. */
 int wire_turn(struct endpoint *endpoint)
 {
 	uint64_t before = now_ns();

@@ -1,9 +1,9 @@
 /*
- * Deferred work: what waits for a counter to reach a threshold, and fires without the application.
+ * Deferred work: operations that wait for a counter's threshold, and fire without the application.
  *
  * What always holds: nothing fires before its counter reaches its threshold (counter_reached), nothing fires twice; a
- * slot is held from queueing until firing; everything that was asked for is copied in the call. There is no order
- * between what fires at the same time: the newest goes first, so that nobody comes to rely on the other way round.
+ * slot is held from queueing until firing; all arguments are copied in the call. Operations that fire at the same time
+ * have no order: the newest goes first, so that no caller relies on the opposite.
  */
 #include "cassini.h"
 
@@ -44,7 +44,7 @@ static void trigger_add(struct counter *on, struct trigger *trigger)
 		trigger->target->uses++;
 	if (trigger->op)
 		trigger->op->endpoint->triggered++;
-	/* It may be reached already: then it fires with the next call of work_fire. */
+	/* If it is reached already, it fires with the next call of work_fire. */
 	counter_look(on);
 }
 
@@ -80,8 +80,8 @@ static void fire(struct counter *on, struct trigger *trigger)
 	trigger_free(on, trigger);
 }
 
-/* What fires may move other counters, or this one: until none has moved any more. It ends, for whatever fires has
- * left its list. */
+/* An operation that fires may move counters, so this repeats until none has moved. It ends because each operation
+ * leaves its list when it fires. */
 void work_fire(struct domain *domain)
 {
 	while (domain->moved) {
@@ -111,7 +111,7 @@ static int queue_write_back(struct counter *counter, uint64_t threshold)
 	return 0;
 }
 
-/* Hardware takes a slot without asking whether there is one. */
+/* Hardware takes a slot without checking whether one is free. */
 int work_wait_for(struct counter *counter, uint64_t threshold)
 {
 	if (take_slots(1))
@@ -122,7 +122,7 @@ int work_wait_for(struct counter *counter, uint64_t threshold)
 	return status;
 }
 
-/* What waits that timed out have left behind. */
+/* Remove the triggers of waits that timed out. */
 void work_forget_waits(struct counter *counter)
 {
 	while (counter->triggers) {
@@ -242,7 +242,7 @@ int work_queue(struct domain *domain, struct fi_deferred_work *work)
 		status = is_rma ? queue_rma(domain, work) : queue_counter_op(domain, work);
 		if (status)
 			give_slots(slots);
-		/* The *triggering* counter is written back, at one more than the threshold: so does the provider. */
+		/* The *triggering* counter is written back, at one more than the threshold, as in the provider. */
 		else if (writes_back && queue_write_back((struct counter *)work->triggering_cntr, work->threshold + 1))
 			give_up("there is no memory for a write-back.");
 		work_fire(domain);
@@ -266,8 +266,8 @@ static void drop_all(struct domain *domain)
 	}
 }
 
-/* Everything of the domain that has not fired is gone without a trace: no entry, no counter. It takes a second, and
- * all that goes through the queue of commands waits for it: other work, and reading a counter. */
+/* Drops all of the domain's unfired work, without an entry or a count. It takes a second, and other commands wait for
+ * it: queueing work, and reading a counter. */
 int work_flush(struct domain *domain)
 {
 	long flush_ms = setting("SOFT_CASSINI_FLUSH_MS", FLUSH_MS);

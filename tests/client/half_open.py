@@ -64,7 +64,7 @@ class _Pair:
 
 
 class Relay:
-    """Listens in place of one endpoint of a node, whose address was `told`."""
+    """Listens in place of one endpoint of a node; `told` is that endpoint's address."""
 
     def __init__(self, told: bytes) -> None:
         node = SocketAddress.of(told)
@@ -76,7 +76,7 @@ class Relay:
         self._thread.start()
 
     def close(self) -> None:
-        """End all of it."""
+        """Close everything."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
@@ -93,9 +93,9 @@ class Relay:
                     client.close()
 
     def lose(self) -> None:
-        """Take what goes through the first connection from now on, and carry none of it."""
+        """Drop everything sent through the first connection from now on."""
         self._pairs[0].loses = True
 
     def cut(self, *, both: bool) -> None:
-        """Break the first connection, for the client alone or for both; new ones are carried to the node."""
+        """Break the first connection, for the client alone or for both; new connections work."""
         self._pairs[0].cut(both=both)

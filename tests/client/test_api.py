@@ -58,7 +58,7 @@ class Shell:
         return names
 
     def names_of(self, name: str) -> dict[str, Any]:
-        """What the example of a class defines, and before it that of the class that makes its objects."""
+        """The names that the example of a class defines, and those of the class that makes its objects."""
         if name not in self._names_of:
             kind = self.classes[name]
             made = _MADE_BY.match(vars(kind).get("__init__", kind).__doc__ or "")

@@ -86,7 +86,7 @@ def request(user: str, context: str = "chat", *, tenant: str = "acme", source: s
 
 
 class ArrivalsRig:
-    """A compute node: rules, nodes, and registered memory of so many blocks."""
+    """A compute node: rules, nodes, and registered memory for a number of blocks."""
 
     def __init__(self, target: str, blocks: int = 300) -> None:
         self.nodes = Nodes([target], tenant="acme")

@@ -277,7 +277,7 @@ def test_the_region_or_pin_of_a_cancelled_call_is_closed(node: NodeProcess) -> N
                 assert made.handle is None if name == "register" else not made._numbers
 
     async def cancelled(client: AsyncClient, name: str, given: object) -> list[Any]:
-        """What a call has made that was cancelled before it returned."""
+        """The results of a call that was cancelled before it returned."""
         does, made = getattr(client.sync, name), list[Any]()
         has_made, goes_on = threading.Event(), threading.Event()
 

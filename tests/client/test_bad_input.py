@@ -1,4 +1,4 @@
-"""Bad input and bad times: one typed error in one sentence, or a miss with its reason, in bounded time."""
+"""Invalid input and failing nodes: one typed error in one sentence, or a miss with its reason, in bounded time."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def stub(rig: ClientWithBuffers) -> kvstore_pb2_grpc.KvStoreStub:
 
 
 def number_of(rig: ClientWithBuffers) -> int:
-    """Of its connection, as the node has it."""
+    """The number of its connection."""
     assert rig.client._core.link is not None
     return rig.client._core.link.number
 

@@ -1,4 +1,4 @@
-"""What is asked about stored blocks, and pins and deletions of them, over a node."""
+"""Look-ups, pins and deletions of stored blocks, over a node."""
 
 from __future__ import annotations
 

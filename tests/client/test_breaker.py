@@ -45,7 +45,7 @@ def fail(breaker: Breaker, error: Exception = AWAY) -> None:
 
 
 def be_late(breaker: Breaker, clock: HeldClock, ms: int) -> None:
-    """A call that is not answered within its time."""
+    """A call that misses its deadline."""
 
     def wait() -> None:
         pass_ms(clock, ms)

@@ -39,7 +39,7 @@ LENGTH = 16 << 10
 
 @pytest.fixture
 def relays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Relay]]:
-    """One for each endpoint of the node's that the client gets to know; all blocks go over the fabric."""
+    """A relay for each endpoint of the node that the client learns of; all blocks go over the fabric."""
     made: list[Relay] = []
     add_peer = OwnSide.add_peer
 

@@ -1,4 +1,4 @@
-"""A get past its deadline ends alone, and its memory is busy until nothing of it can come any more."""
+"""A get past its deadline fails alone, and its memory stays busy until nothing can write to it any more."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def paint(rig: ClientWithBuffers) -> None:
 
 
 def over_rpc(client: Client) -> None:
-    """As against a node that takes no calls over the fabric."""
+    """Make the client send its calls over gRPC."""
     client.attach()
     link_of(client).calls = None
 
@@ -168,7 +168,7 @@ def test_a_fetch_that_arrives_after_its_cancellation_is_not_served(
 
 
 def stand_still(node: NodeInProcess, go_on: threading.Event) -> threading.Thread:
-    """The node's loop does nothing from now on, until it is told to go on."""
+    """Block the node's event loop until `go_on` is set."""
     stands = threading.Event()
 
     def stand(_: Node) -> None:

@@ -1,4 +1,4 @@
-"""Whose an engine's blocks are: the settings say it once, for all requests that don't."""
+"""The owner of an engine's blocks: the settings give the default for requests without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The channel's end: bounded, whatever gRPC waits for."""
+"""Closing a channel takes bounded time, whatever gRPC waits for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.limits import CHANNEL_CLOSE_MS
 
 
 class Stuck:
-    """A channel with a call that never ends, as one that a signal's handler interrupted while it was made."""
+    """A channel with a call that never ends, as if a signal handler had interrupted its start."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()

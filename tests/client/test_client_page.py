@@ -24,7 +24,7 @@ def fenced(page: str, kind: str) -> list[str]:
 
 
 def printed_by(example: str) -> str:
-    """Run it with warnings as errors."""
+    """The output of a program, run with warnings as errors."""
     command = [sys.executable, "-W", "error", "-c", example]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

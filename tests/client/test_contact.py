@@ -1,4 +1,4 @@
-"""The first contact with a node: which step fails, and what to try, in words that gRPC has not."""
+"""Errors when a node can't be reached: which step failed, and what to try."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_proxies_from_the_environment_are_not_used(
 
 
 class _FailedCall(grpc.RpcError, grpc.Call):  # type: ignore[misc]
-    """What a failed call is, for a mock of it."""
+    """A call that failed."""
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def small(rig: ClientWithBuffers, count: int) -> list[Block]:
 
 
 def reads(one: DirectReads, rig: ClientWithBuffers, block: Block) -> bool:
-    """Whether the memory of the node, as it is mapped here, gives the block."""
+    """Whether the block can be read from the mapped memory of the node."""
     row = (block.key, block.length, 0, 0, rig.to_region.address, 0)
     return one.read(rig.client._core.fingerprint, [row], b"", MIB) is not None
 

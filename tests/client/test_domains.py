@@ -1,4 +1,4 @@
-"""Blocks in erase domains: put over each path, alone under their keys, and gone when their domain is erased."""
+"""Blocks in erase domains: put over each path, separate per domain, and removed when their domain is erased."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The eight steps end to end: two users, one GPU slot, a process a turn that is killed behind it, and the trace."""
+"""The eight steps end to end: two users, one GPU slot, a process per turn that is killed afterwards, and the trace."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def of(seen: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
 
 
 def a_turn(seen: list[dict[str, Any]]) -> None:
-    """Four tokens, four, and a flush of two; landed, kept, named; answered before the slot was given away."""
+    """A turn: four tokens, four, and a flush of two; landed, written, appended, and acknowledged in time."""
     sizes = [TOKEN_BYTES * len(tokens) for tokens in pieces(0)]
     assert sizes == [TOKEN_BYTES * EVERY, TOKEN_BYTES * EVERY, TOKEN_BYTES * 2]
     (armed,) = of(seen, "armed")

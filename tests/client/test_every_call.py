@@ -48,7 +48,7 @@ def ended(call: Any) -> tuple[grpc.StatusCode, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NodeInProcess, Acme]]:
-    """A node that can be made to stand still, and a client that has something there."""
+    """A node that can be stopped, and a client with a stored block."""
     with (
         NodeInProcess(tmp_path_factory.mktemp("still") / "node") as node,
         small_client(node.target) as client,

@@ -1,4 +1,4 @@
-"""Writes that the fabric fails, some of them half done: no block of them is stored, and no put acknowledged falsely.
+"""Writes that the fabric fails, some half done: none of their blocks is stored, and no put is acknowledged falsely.
 
 The software Cassini fails every third block of the client; other fabrics fail none, and everything is stored.
 `test_on_cassini` runs this under both rules of what a failure fires.
@@ -50,7 +50,7 @@ def put(rig: ClientWithBuffers, blocks: list[Block], *, reserved: bool) -> list[
 
 
 def stored(rig: ClientWithBuffers, block: Block) -> bool:
-    """Whether the node has it; if it has, its bytes are what they should be.
+    """Whether the node has the block; if so, its bytes are exact.
 
     A connection that follows a broken one may hang (libfabric's `net` under the stand-in does, now and then).
     """

@@ -1,4 +1,4 @@
-"""Puts that ask nothing: `Client.arm` and `Client.put`, from the flag to the drive and back."""
+"""Puts without a call to the node: `Client.arm` and `Client.put`, from the flag to the drive and back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def full(*_: object) -> None:
 
 
 def is_settled(node: NodeInProcess) -> bool:
-    """Whether all that has arrived is in the index."""
+    """Whether every block that arrived is in the index."""
 
     def settled(inside: Node) -> bool:
         return inside.hot.shelf.came == inside.granted._heard and len(inside.granted) == 0
@@ -339,7 +339,7 @@ def test_blocks_of_another_size_get_memory_when_one_size_has_used_a_clients_shar
 
 
 def forget_hot(inside: Node) -> None:
-    """Leave the blocks to the drive alone."""
+    """Evict the blocks from the node's memory; they stay on the drive."""
     for piece in kept_in(inside):
         inside.hot.pages.forget(piece)
 

@@ -68,7 +68,7 @@ def rig(node: NodeProcess) -> Iterator[GrpcClient]:
 
 
 class Held:
-    """Streams of puts that wait here before each block that they take."""
+    """Streams of puts that wait before each block."""
 
     def __init__(self, rig: GrpcClient, monkeypatch: pytest.MonkeyPatch) -> None:
         self.came, self.goes_on = threading.Semaphore(0), threading.Semaphore(0)
@@ -224,7 +224,7 @@ def test_blocks_arrive_in_order_and_a_waiter_gets_the_first(
 
 
 def busy_at_first(rig: GrpcClient, monkeypatch: pytest.MonkeyPatch, keys: set[bytes]) -> list[int]:
-    """Let the node be too busy for these once; how many blocks each stream is asked for."""
+    """Refuse these blocks once as overloaded; returns the number of blocks requested in each stream."""
     inline, asked = rig.client._inline, list[int]()
     get_many = inline.get_many
 

@@ -81,7 +81,7 @@ def tenants(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def guarded(tmp_path: Path, tenants: Path) -> Iterator[NodeProcess]:
-    """A node of the test's own, whose tenants and audit log it may look after."""
+    """A node of the test's own, whose tenants and audit log the test may change."""
     more = ("--tenants", str(tenants), "--audit", str(tmp_path / "audit.jsonl"))
     with small_node(tmp_path / "node", arguments=more) as node:
         yield node
@@ -89,7 +89,7 @@ def guarded(tmp_path: Path, tenants: Path) -> Iterator[NodeProcess]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    """A node with a tenant more for each test: what these do to their own blocks is nothing to the others."""
+    """A shared node; each test has a tenant of its own."""
     folder = tmp_path_factory.mktemp("shared")
     own = [
         f'[acme-{name}]\ntokens_sha256 = ["{token_digest(f"acme-{name}")}"]\n' for name in (*CALLS, "reads")

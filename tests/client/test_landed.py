@@ -1,4 +1,4 @@
-"""Until when a put reads its source; and a client that moves nothing over a fabric opens none."""
+"""How long a put reads its source; and a client that moves nothing over a fabric opens none."""
 
 from __future__ import annotations
 

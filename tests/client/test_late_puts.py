@@ -1,4 +1,4 @@
-"""Puts that the node or their deadline ends: who gives a lease back, and what costs a link.
+"""Puts that end by the node or by their deadline: when leases are returned, and when the link is closed.
 
 The node is played by the test: it puts words into the client's memory. The fabric is a real one.
 """
@@ -37,7 +37,7 @@ LANDING = 1  # the word of the far side's that is the slot's flag
 
 
 class FakeLink:
-    """What puts ask of a link, over a pair of sides."""
+    """The part of a link that puts use, over a pair of sides."""
 
     def __init__(self, pair: Pair) -> None:
         self.error: KvError | None = None
@@ -89,7 +89,7 @@ class FakeHost:
             self.lost.append(error)
 
     def pump(self) -> list[int]:
-        """Tell what has come by now; give the kinds of it."""
+        """Deliver the pending events; returns their kinds."""
         told = []
         with self.lock:
             settling, self._settling = self._settling, []

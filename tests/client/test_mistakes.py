@@ -65,7 +65,7 @@ def client() -> Iterator[Client]:
 
 
 def says(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
-    """How a call is refused."""
+    """The error message of a call that is refused."""
     with pytest.raises(InvalidArgument) as caught:
         call(*arguments, **named)
     sentence = str(caught.value)

@@ -1,4 +1,4 @@
-"""A client of several nodes: homes that everybody agrees on, and a lost node that only its own users notice."""
+"""A client of several nodes: all clients agree on homes, and a lost node affects only its own users."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ ODD: list[Any] = [
 
 
 class Bench:
-    """One of each public class, on a node in memory, and a good value for each argument."""
+    """One object of each public class on a node in memory, and a good value for each argument."""
 
     def __init__(self, undo: ExitStack) -> None:
         node = undo.enter_context(MemoryNode())
@@ -214,7 +214,7 @@ class Bench:
         return ClusterBlock(KEY, memory or self.everywhere, 0, PAGE)
 
     def arguments(self, kind: str, method: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
-        """A good value for each argument; a method that takes something new fails here."""
+        """A good value for each argument of a method; an unknown argument fails here."""
         good = self.good | self.good_in.get(kind, {})
         parameters = inspect.signature(method).parameters.values()
         return {
@@ -231,7 +231,7 @@ def bench() -> Iterator[Bench]:
 
 
 async def awaited(result: Any) -> None:
-    """Await it, or the first of what it yields."""
+    """Await a result, or the first item that it yields."""
     if inspect.isasyncgen(result):
         async with aclosing(result):
             await anext(result, None)
@@ -240,7 +240,7 @@ async def awaited(result: Any) -> None:
 
 
 def call(function: Callable[..., Any], named: dict[str, Any]) -> None:
-    """Call it, and take the first of what it yields."""
+    """Call a function, and take the first item if it yields some."""
     result = function(**named)
     if inspect.isawaitable(result) or inspect.isasyncgen(result):
         asyncio.run(awaited(result))
@@ -252,7 +252,7 @@ def call(function: Callable[..., Any], named: dict[str, Any]) -> None:
 
 
 def complaint(function: Callable[..., Any], named: dict[str, Any]) -> str | None:
-    """What is wrong with the outcome of a call; None if nothing is."""
+    """The defect in the outcome of a call; None if there is none."""
     try:
         call(function, named)
     except (ProtocolError, StorageError) as error:
@@ -266,7 +266,7 @@ def complaint(function: Callable[..., Any], named: dict[str, Any]) -> str | None
 
 
 def within_its_time(work: Callable[[], list[str]]) -> list[str]:
-    """What the work returns; a call that hangs fails the test."""
+    """The result of some work; a call that hangs fails the test."""
     found: list[list[str]] = []
     thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
     thread.start()
@@ -307,7 +307,7 @@ def test_an_odd_argument_of_a_method_is_a_documented_error(bench: Bench, kind: s
 
 
 def made_of(kind: type, bench: Bench) -> dict[str, Any]:
-    """Good arguments of a constructor."""
+    """Good arguments for a constructor."""
     of_each: dict[str, dict[str, Any]] = {
         "Block": {"key": KEY, "region": bench.region, "offset": 0, "length": PAGE},
         "ClusterBlock": {"key": KEY, "memory": bench.everywhere, "offset": 0, "length": PAGE},
@@ -324,7 +324,7 @@ def made_of(kind: type, bench: Bench) -> dict[str, Any]:
 
 
 def names_of(kind: type) -> set[str]:
-    """The arguments of a constructor; some hand those of `Client` on."""
+    """The arguments of a constructor, including those passed on to `Client`."""
     parameters = inspect.signature(kind).parameters.values()
     named = {one.name for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
     if len(named) < len(parameters):
@@ -333,7 +333,7 @@ def names_of(kind: type) -> set[str]:
 
 
 def use(made: Any, bench: Bench) -> None:
-    """Use what a constructor took, so that a mistake in it shows, and close it."""
+    """Use the constructed object, so that a bad argument causes an error, and close it."""
     if isinstance(made, Block):
         bench.client.get([made], timeout_s=1)
         bench.client.arm([made]).abandon()

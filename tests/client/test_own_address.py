@@ -1,4 +1,4 @@
-"""A client's own end of the fabric: which address it has, what it takes from a node, and that it connects first."""
+"""A client's own end of the fabric: its address, what it accepts from a node, and that it connects first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gets of pieces and of parts where something goes wrong: bytes that changed, time that is over, memory that goes."""
+"""Gets of pieces and of parts with failures: changed bytes, expired deadlines, closed memory."""
 
 from __future__ import annotations
 

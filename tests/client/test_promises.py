@@ -1,4 +1,4 @@
-"""What is promised beyond the plain path: damage is seen, late bytes don't come, landed blocks outlive their client."""
+"""Promises in case of failure: damage is detected, late bytes don't arrive, landed blocks outlive their client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAIT_S = 20.0
 
 
 def put(rig: ClientWithBuffers, blocks: list[Block]) -> None:
-    """Put them so that only the drive has them: what comes into a reserved slot is not kept in the node's memory."""
+    """Put blocks through reserved slots, so that they are on the drive and not in the node's memory."""
     rig.flags[0].store(0)
     puts = rig.client.reserve(blocks).arm(rig.flags[0])
     rig.flags[0].store(max(block.threshold for block in blocks))
@@ -36,7 +36,7 @@ def put(rig: ClientWithBuffers, blocks: list[Block]) -> None:
 
 
 def flip_a_bit_of(drive: Path, content: bytes, at: int) -> None:
-    """Damage the record whose payload this is, where it lies on the drive."""
+    """Flip a bit of the record with this payload, on the drive."""
     with drive.open("r+b") as file:
         whole = file.read()
         begin = whole.find(content[:4096])
@@ -47,7 +47,7 @@ def flip_a_bit_of(drive: Path, content: bytes, at: int) -> None:
 
 
 def corrupt(told: StatisticsResponse) -> int:
-    """How many misses had this reason."""
+    """The number of misses because of corruption."""
     return sum(one.blocks for one in told.misses if one.reason == MissReason.CORRUPT)
 
 

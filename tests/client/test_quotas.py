@@ -1,4 +1,4 @@
-"""A tenant's quota of bytes as its client sees it, over gRPC and over the fabric; read again, and over a restart."""
+"""A tenant's quota of bytes as its client sees it, over gRPC and the fabric, after SIGHUP and a restart."""
 
 from __future__ import annotations
 

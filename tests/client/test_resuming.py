@@ -1,4 +1,4 @@
-"""A resume under way: layer by layer, the first usable before the last was read; never half a one by accident."""
+"""A resume in progress: layer by layer, the first usable before the last was read; never incomplete unnoticed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bytes_of(number: int) -> bytes:
 
 
 def layer_of(number: int) -> int:
-    """Blocks of a session stand as they were computed: all layers of some tokens, then those of the next."""
+    """The layer of a session's block: all layers of some tokens come before those of the next tokens."""
     return number % LAYERS
 
 

@@ -85,7 +85,7 @@ class Forger:
 
 @pytest.fixture
 def at_node(rig: ClientWithBuffers) -> Iterator[Forger]:
-    """It writes to the connection's memory at the node."""
+    """A forger that writes to the connection's memory at the node."""
     link = link_of(rig.client)
     forger = Forger(rig.client.fabric.provider, link.node_address)
     yield forger
@@ -94,7 +94,7 @@ def at_node(rig: ClientWithBuffers) -> Iterator[Forger]:
 
 @pytest.fixture
 def at_client(rig: ClientWithBuffers) -> Iterator[Forger]:
-    """It writes to the client's own memory."""
+    """A forger that writes to the client's own memory."""
     link = link_of(rig.client)
     forger = Forger(rig.client.fabric.provider, link.endpoint.address())
     yield forger
@@ -102,7 +102,7 @@ def at_client(rig: ClientWithBuffers) -> Iterator[Forger]:
 
 
 def is_well(rig: ClientWithBuffers, link: Link, number: int) -> None:
-    """The connection is the same, and serves."""
+    """Whether the connection is the same, and works."""
     block = rig.block(number)
     put(rig, [block])
     assert get(rig, [block]) == [Hit(block.key)]
@@ -112,7 +112,7 @@ def is_well(rig: ClientWithBuffers, link: Link, number: int) -> None:
 
 
 def areas(monkeypatch: pytest.MonkeyPatch) -> list[pb.AttachResponse]:
-    """What clients that attach from now on are told."""
+    """The answers that clients get when they attach from now on."""
     told: list[pb.AttachResponse] = []
     first_answer = Link._first_answer
 

@@ -1,4 +1,4 @@
-"""Sessions exported and imported: byte by byte the same, and nothing of a file that is not whole."""
+"""Exported and imported sessions are equal byte for byte, and nothing of an incomplete file is imported."""
 
 from __future__ import annotations
 

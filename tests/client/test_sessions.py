@@ -1,4 +1,4 @@
-"""Sessions over a node: appended turn by turn, resumed by another client, cut, forked, removed; never half a one."""
+"""Sessions on a node: appended turn by turn, resumed by another client, truncated, forked, removed."""
 
 from __future__ import annotations
 
@@ -425,7 +425,7 @@ def test_a_tenant_protects_a_bounded_number_of_sessions(node_here: NodeInProcess
 
 
 def hot(node: NodeInProcess) -> tuple[int, int]:
-    """Blocks kept in the hot memory, and how often one was found there."""
+    """The blocks in hot memory, and the number of hits there."""
 
     def told(inside: Node) -> tuple[int, int]:
         inside.take_note()  # what the C core has answered

@@ -38,7 +38,7 @@ def chained(block: int) -> bytes:
 
 
 def content(layout: Layout, block: int) -> bytes:
-    """The same pattern for every block, told apart by one byte in each number, which no move of heads touches."""
+    """The pattern of all blocks, with one byte of each number changed by the block's own number."""
     pattern = bytearray(written(layout))
     pattern[3::4] = bytes(byte ^ block for byte in pattern[3::4])
     return bytes(pattern)

@@ -1,4 +1,4 @@
-"""Gets from a node on the same machine: out of its memory where it shares that, and over the fabric where not."""
+"""Gets from a node on the same machine: from its memory where it shares that, otherwise over the fabric."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_idle_readers_delay_a_get_from_the_drive_for_two_seconds_at_most(
 def offer(
     inner: NodeInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[pb.SharedMemory, ClientWithBuffers]]:
-    """What a client was told of the memory, which it has not mapped."""
+    """The memory that a client was offered and has not mapped."""
     told = areas(monkeypatch)
     monkeypatch.setattr(links, "map_shared", lambda *_: MappedMemory())
     with rig_of(inner) as rig:

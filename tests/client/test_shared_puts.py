@@ -1,4 +1,4 @@
-"""Puts to a node on the same machine: into its memory, and over the fabric where that can't be had."""
+"""Puts to a node on the same machine: into its memory, or over the fabric if it can't be mapped."""
 
 from __future__ import annotations
 

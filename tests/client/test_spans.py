@@ -1,4 +1,4 @@
-"""One put, one get, one resume: one trace over client, NIC, node and drive, of a real client and a real node."""
+"""One put, get or resume is one trace over client, NIC, node and drive, with a real client and node."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Both:
         return Block(KEYS[number], self.region, number * SIZE, SIZE, threshold=number + 1)
 
     def put(self, blocks: list[Block], durability: Durability = Durability.WRITTEN, steps: int = 1) -> None:
-        """Put them, with one store to the flag word for so many of them."""
+        """Put blocks, with one store to the flag word for every `steps` of them."""
         with FlagWords.create(1) as flags:
             puts = self.client.reserve(blocks, durability=durability).arm(flags[0])
             for at in range(0, len(blocks), steps):
@@ -70,14 +70,14 @@ class Both:
             assert all(one.error is None for one in puts.wait(WAIT_S))
 
     def clear(self, of_client: str, of_node: str) -> None:
-        """Forget what has been traced so far, when these have ended."""
+        """Discard the spans so far, once these have ended."""
         self.of_client.wait_for(of_client)
         self.of_node.wait_for(of_node)
         self.of_client.clear()
         self.of_node.clear()
 
     def close(self) -> tuple[ReadableSpan, ...]:
-        """End both; all spans that there are then."""
+        """Close both; returns all spans."""
         self.client.close()
         if not self._closed:
             self._closed = True

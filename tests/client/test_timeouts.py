@@ -1,4 +1,4 @@
-"""How long a client waits is what it was told: for a connection, for a call, for a get."""
+"""A client waits as long as it was configured to: for a connection, a call, a get."""
 
 from __future__ import annotations
 

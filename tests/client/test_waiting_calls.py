@@ -1,4 +1,4 @@
-"""Calls that find no place at the node wait for one: no longer than their deadline, and never past the link's end."""
+"""Calls for which the node has no free place wait: until their deadline at most, and never past the link's end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WAIT_S = 20.0
 
 @contextmanager
 def stopped(node: NodeProcess) -> Iterator[None]:
-    """It takes what comes over its sockets, and answers nothing."""
+    """Stop the node: the kernel accepts bytes for it, and it answers nothing."""
     stop(node.pid)
     try:
         yield
@@ -241,7 +241,7 @@ def test_two_hundred_gets_in_flight_on_eight_threads_are_exact_and_none_goes_ove
 def impatient(
     rig: ClientWithBuffers, mine: list[Block], dice: random.Random
 ) -> tuple[list[Hit | Miss], bool]:
-    """Gets of neighbouring blocks with hardly any time; what became of them, and whether all was as it was said."""
+    """Get neighbouring blocks with hardly any time; returns the outcomes, and whether all bytes match them."""
     gets = [rig.client.getting([rig.wanted(block)], timeout_s=dice.random() * 0.01) for block in mine]
     outcomes = [get.wait()[0] for get in gets]
     exact = [rig.is_exact(b) for b, one in zip(mine, outcomes, strict=True) if isinstance(one, Hit)]

@@ -1,4 +1,4 @@
-"""Whose a block is that is put: on a node that encrypts nothing is shared that wasn't asked to be, on any path."""
+"""The owner of a put block: on a node that encrypts, nothing is shared unless requested, on any path."""
 
 from __future__ import annotations
 

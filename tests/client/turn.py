@@ -51,17 +51,17 @@ actions = ["fetch"]
 
 
 def kv_of(user: str, token: int) -> bytes:
-    """What the KV of a token is: half a digest over and over, so that no two are alike."""
+    """The KV of a token: half a digest, repeated, different for each token."""
     return (blake2b(f"{user} {token}".encode(), digest_size=50).digest() * (TOKEN_BYTES // 50))[:TOKEN_BYTES]
 
 
 def pieces(first: int) -> list[range]:
-    """The tokens of a turn as they leave: four, four, and the two that are left."""
+    """The tokens of a turn in the order in which they are sent: four, four, and two."""
     return [range(at, min(at + EVERY, first + TOKENS)) for at in range(first, first + TOKENS, EVERY)]
 
 
 class Slot:
-    """The GPU memory, as this process has it."""
+    """The GPU memory, as mapped by this process."""
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
@@ -74,7 +74,7 @@ class Slot:
         self.memory[at : at + TOKEN_BYTES] = kv_of(user, token)
 
     def has(self, user: str, tokens: int) -> bool:
-        """Whether it holds the KV of the first so many tokens and nothing else, and the canaries live."""
+        """Whether it holds the KV of the first tokens and nothing else, between intact canaries."""
         kv = b"".join(kv_of(user, token) for token in range(tokens))
         return self.memory[:] == CANARY + kv + bytes(SLOT_BYTES - len(kv)) + CANARY
 

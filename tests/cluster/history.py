@@ -65,7 +65,7 @@ class Call:
 
     @property
     def until_s(self) -> float:
-        """When it has happened, if it has."""
+        """The latest time at which it can have taken effect."""
         return self.ended_s if self.end is End.DONE else math.inf
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Call:
 
 
 def faults(history: Iterable[Call], *, may_lose_sessions: bool = False) -> list[str]:
-    """What can't have been so, a sentence each; none if all of it can."""
+    """The contradictions in a history, one sentence each."""
     by_key: dict[str, list[Call]] = defaultdict(list)
     for call in history:
         if call.ended_s < call.began_s:
@@ -107,7 +107,7 @@ def _of_block(calls: Sequence[Call]) -> list[str]:
 
 
 def _missed(get: Call, puts: Sequence[Call], deletions: Sequence[Call]) -> list[str]:
-    """Lost is what was put before the get began, if no deletion that may have come after the put began in its time."""
+    """A miss is a loss if a put ended before the get began, and no deletion can have come after that put."""
     for put in puts:
         if put.until_s < get.began_s and not any(
             one.until_s >= put.began_s and one.began_s <= get.ended_s for one in deletions
@@ -128,7 +128,7 @@ def _got(get: Call, puts: Sequence[Call], deletions: Sequence[Call]) -> list[str
 
 
 def is_linearizable(calls: Iterable[Call], *, may_lose: bool = False) -> bool:
-    """Whether some order of a session's calls gives their answers; ValueError if that takes too long to find out."""
+    """Whether some order of a session's calls explains their answers; ValueError if the search takes too long."""
     asked = sorted(
         (one for one in calls if one.end is End.DONE or (one.kind in _CHANGES and one.end is End.UNKNOWN)),
         key=lambda one: one.began_s,
@@ -161,7 +161,7 @@ def is_linearizable(calls: Iterable[Call], *, may_lose: bool = False) -> bool:
 
 
 def _stepped(call: Call, state: tuple[str | None, ...]) -> tuple[str | None, ...] | None:
-    """The state after a call; None if it can't have given its answer in this one."""
+    """The state after a call; None if the call's answer contradicts the state before it."""
     if call.kind is Kind.APPEND:
         return (*state, call.value) if call.first in {None, len(state)} else None
     if call.kind is Kind.DELETE:

@@ -29,7 +29,7 @@ def program() -> str:
 
 
 class EtcdMember:
-    """One process, with ports and a folder for all its lives."""
+    """One process of etcd, with the same ports and folder after each restart."""
 
     def __init__(self, folder: Path, name: str, arguments: Sequence[str] = ()) -> None:
         self.folder, self.name = folder, name
@@ -70,7 +70,7 @@ class EtcdMember:
 
 
 class RealEtcd:
-    """All members of one; ended by id."""
+    """All members of one etcd."""
 
     def __init__(self, folder: Path, members: int = 1, arguments: Sequence[str] = ()) -> None:
         folder.mkdir()

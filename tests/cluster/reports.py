@@ -13,17 +13,17 @@ __all__ = ["all_copies_are_made", "have_scanned", "members_are"]
 
 
 def members_are(reports: Iterable[MapResponse], nodes: Iterable[str]) -> bool:
-    """Whether each has just these nodes on its map."""
+    """Whether each report lists exactly these nodes."""
     wanted = set(nodes)
     return all({one.node for one in report.members} == wanted for report in reports)
 
 
 def have_scanned(reports: Iterable[MapResponse]) -> bool:
-    """Whether each has scanned its blocks by its map: until then its counts are 0, whatever is missing."""
+    """Whether each node has scanned its blocks by its map; before that its counts are 0."""
     states = [report.upkeep for report in reports]
     return not any(state.looking or state.unknown for state in states)
 
 
 def all_copies_are_made(reports: Sequence[MapResponse]) -> bool:
-    """Whether each has scanned its blocks by its map, and found none with one copy."""
+    """Whether each node has scanned its blocks by its map, and none has only one copy."""
     return have_scanned(reports) and not any(report.upkeep.one_copy for report in reports)

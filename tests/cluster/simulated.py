@@ -26,7 +26,7 @@ HISTORY = b"/triggerkv/test/history/"
 
 
 class _Selector(selectors.SelectSelector):
-    """Waits for nobody, and asks the system nothing: it moves the clock on instead."""
+    """Never blocks: it advances the clock instead."""
 
     now_s = 0.0
 
@@ -47,7 +47,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 class LoopClock(SystemClock):
-    """The time of the loop that runs."""
+    """The time of the running event loop."""
 
     def monotonic_ns(self) -> int:
         return int(asyncio.get_running_loop().time() * 1e9)
@@ -58,14 +58,14 @@ async def _ended(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 def pass_s(seconds: float) -> None:
-    """Let time pass for the loop that runs, as work on its thread does."""
+    """Advance the running loop's time, as work on its thread does."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, _Loop)
     loop.selector.now_s += seconds
 
 
 def run(doing: Coroutine[Any, Any, None]) -> None:
-    """Run it in such a loop."""
+    """Run a coroutine in such a loop."""
     loop = _Loop()
     try:
         loop.run_until_complete(doing)
@@ -79,7 +79,7 @@ def run(doing: Coroutine[Any, Any, None]) -> None:
 
 
 class FakeEtcd:
-    """All of it, for any number of clients."""
+    """An etcd in memory, for any number of clients."""
 
     def __init__(self) -> None:
         self.revision = 1
@@ -157,11 +157,11 @@ class FakeEtcd:
         return True
 
     def state(self) -> tuple[Any, ...]:
-        """All of its data, as a backup has it."""
+        """All of its data, as in a backup."""
         return self.revision, dict(self.values), dict(self.written), dict(self.lots), dict(self.gone)
 
     async def restore(self, state: tuple[Any, ...] = (1, {}, {}, {}, {})) -> None:
-        """Have this data again, or none. Leases begin anew; who follows the list hears of it."""
+        """Replace all data by a backup, or by nothing. Leases begin again, and followers are notified."""
         self.revision, self.values, self.written, self.lots, self.gone = (
             state[0],
             *(dict(part) for part in state[1:]),
@@ -189,7 +189,7 @@ class FakeEtcd:
             self.changed.notify_all()
 
     async def run(self) -> None:
-        """Let leases end."""
+        """Expire leases."""
         while True:
             now_s = asyncio.get_running_loop().time()
             await self.drop([lease for lease, (until_s, _) in self.leases.items() if until_s <= now_s])
@@ -200,7 +200,7 @@ class FakeEtcd:
         return {key.rpartition(b"/")[2].decode() for key in self.gone}
 
     def known(self) -> set[str]:
-        """Names of nodes that have a record, be it of a member or of one that is absent."""
+        """Names of nodes that have a record, as members or as absent nodes."""
         return {key.rpartition(b"/")[2].decode() for key in self.values if b"/history/" not in key} - {"lots"}
 
     def listed(self) -> Listed:
@@ -208,7 +208,7 @@ class FakeEtcd:
 
 
 class FakeClient:
-    """One client's way to it."""
+    """One client's connection to the fake etcd."""
 
     reach = EtcdReach(("127.0.0.1:1",), "test")
 

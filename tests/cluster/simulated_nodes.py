@@ -53,7 +53,7 @@ def rpc_error(code: grpc.StatusCode, details: str = "") -> AioRpcError:
 
 
 class Network:
-    """The ways between nodes, by their addresses, and from clients to them."""
+    """The connections between nodes, by address, and from clients to nodes."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -74,7 +74,7 @@ class Network:
     async def call(
         self, caller: str, node: str, does: Callable[[Process], Coroutine[Any, Any, Any]], timeout_s: float
     ) -> Any:
-        """Have a node's process do something. What it does goes on when its caller no longer waits."""
+        """Run a call in a node's process. The call continues even if its caller gives up."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._pass(caller, node)
@@ -92,7 +92,7 @@ class Network:
 
 
 class Wires:
-    """One node's calls to others, in the place of `Peers`."""
+    """One node's calls to others; replaces `Peers`."""
 
     metadata = ()
 
@@ -135,7 +135,7 @@ async def _each(messages: Sequence[Any]) -> AsyncIterator[Any]:
 
 
 class Context:
-    """A call's, on its node."""
+    """The context of a call, on its node."""
 
     def peer(self) -> str:
         return "a node"
@@ -295,14 +295,14 @@ class Process:
         self.membership.join(member)
 
     def begin(self, doing: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Do something for as long as the process lives."""
+        """Run a coroutine until the process ends."""
         task = asyncio.create_task(doing)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def end(self, *, kindly: bool = False, for_good: bool = False) -> None:
-        """Die, or leave the map first."""
+        """End the process, with or without leaving the map first."""
         self.network.processes.pop(self.member.node)
         for task in (*self._tasks, *(() if kindly else self.membership._tasks)):
             task.cancel()
@@ -311,7 +311,7 @@ class Process:
             await self.membership.close(for_good=for_good)
 
     def put(self, name: Name, length: int) -> None:
-        """Store a block, now."""
+        """Store a block at once."""
         is_noted = self.upkeep.sureness._since_tenure == self.membership.tenure
         self.store.put(name, length, self._tenure if is_noted else None)
 
@@ -325,12 +325,12 @@ class Process:
         return digest, self.member.name
 
     def is_sure(self, name: Name) -> bool:
-        """Whether the block arrived here in the present tenure: then no deletion can have been missed."""
+        """Whether the block arrived in the current tenure, so that no deletion of it can have been missed."""
         return bool(self.membership.tenure) and self.store.tenures.get(name) == self._tenure
 
     @property
     def _tenure(self) -> object:
-        """The process and its tenure, whose number another process may have as well."""
+        """The process and its tenure; two processes may have tenures of the same number."""
         return self.membership, self.membership.tenure
 
 

@@ -70,7 +70,7 @@ class World:
         return client.arm(self.blocks(self.memory(client)), self.flag, lease_ms=lease_ms)
 
     def there(self, client: ClusterClient, node: NodeProcess) -> set[bytes]:
-        """The blocks that a node has, which it has exactly."""
+        """The blocks that a node has, each exact."""
         got = client.nodes._client(node.target).get_many_inline([(key, BYTES) for key in self.keys])
         found = {key: data for key, data in zip(self.keys, got, strict=True) if isinstance(data, bytes)}
         for key, data in found.items():
@@ -96,7 +96,7 @@ def world(nodes: list[NodeProcess], monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def armed_at(puts: ClusterPuts) -> dict[str, int]:
-    """How many puts have not ended at each node."""
+    """The number of open puts at each node."""
     parts = puts._places.open_parts()
     return {
         node: sum(cast("ArmedPuts", one)._group.open_rows for one in some) for node, some in parts.items()

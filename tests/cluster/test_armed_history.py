@@ -1,4 +1,4 @@
-"""Puts that follow the map, in histories: maps change, nodes die and come back, flags are stored, callers ask.
+"""Puts that follow the map, in random histories: maps change, nodes die and return, flags are stored.
 
 What is simulated: nodes, their connections, the map, the clock, and when a put fires, lands and is acknowledged.
 """
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(eq=False)
 class Batch:
-    """As `ArmedPuts`, of one node."""
+    """A stand-in for `ArmedPuts` of one node."""
 
     world: World
     node: str
@@ -172,7 +172,7 @@ class World:
             row.fired = True
 
     def step(self, batch: Batch) -> None:
-        """Something happens to a put at its node."""
+        """Advance one put at its node."""
         row = self.rng.choice(batch.rows)
         if row.over or batch.node not in self.up:
             return
@@ -211,7 +211,7 @@ class World:
 
 
 class Caller:
-    """What `ClusterPuts` does, and the results that it may return."""
+    """Calls the places as `ClusterPuts` does, and collects the results that it may return."""
 
     def __init__(self, world: World, places: PutPlaces) -> None:
         self.world, self.places = world, places
@@ -295,7 +295,7 @@ def play(world: World, caller: Caller) -> None:
 
 
 def end_well(world: World, caller: Caller) -> bool:
-    """Nothing happens any more that keeps puts from ending; returns whether all of this was before the deadline."""
+    """Let all puts end without further failures; returns whether they did before the deadline."""
     world.flag, world.up = 1, set(NODES)
     world.set_members(set(NODES))
     for _ in range(100):
@@ -316,7 +316,7 @@ def end_well(world: World, caller: Caller) -> bool:
 
 
 def stored(world: World, caller: Caller) -> int:
-    """How many blocks were stored; none is lost that could have been."""
+    """The number of stored blocks; a block that could be stored must not be lost."""
     free, done = set(world.free), 0
     caller.is_told()
     for at, result in enumerate(caller.results()):
@@ -347,7 +347,7 @@ def test_each_put_is_reported_exactly_once_and_correctly_whatever_happens(
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
-    """Nodes that never refuse; two copies are made of each block, and as many as the parameter says are wanted."""
+    """Nodes that never refuse, and two copies of each block; the parameter is the number of copies wanted."""
     world = World(random.Random(1), 2, getattr(request, "param", 2))
     monkeypatch.setattr(world.rng, "random", lambda: 0.5)
     monkeypatch.setattr(cluster_ahead, "_CLOCK", _clock(world))
@@ -428,7 +428,7 @@ def test_a_put_that_may_still_succeed_is_not_reported_as_failed(world: World) ->
 
 
 def is_under_way(world: World, places: PutPlaces) -> bool:
-    """Whether it says that puts are under way, when one is being armed; after that they are abandoned."""
+    """Whether puts are reported as open while one is being armed and all are abandoned."""
     told = threading.Event()
 
     def stop() -> None:

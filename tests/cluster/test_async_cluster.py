@@ -1,4 +1,4 @@
-"""The client of a cluster for asyncio: a node that hangs leaves the loop free, a cancelled call nothing in flight."""
+"""The asyncio client of a cluster: a hung node leaves the loop free, a cancelled call leaves nothing in flight."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_hanging_node_leaves_the_event_loop_free(nodes: list[NodeProcess]) -> 
 
 
 def has_gets(client: AsyncClusterClient, node: NodeProcess) -> bool:
-    """Whether the client has asked this node for blocks, and waits for them."""
+    """Whether the client waits for a get from this node."""
     link = client.sync.nodes.at(node.target)._core.link
     assert link is not None
     return bool(link.operations)
@@ -187,7 +187,7 @@ def test_memory_of_a_cancelled_get_is_free_when_the_await_ends(
 
 
 class Held:
-    """A call of the client below that doesn't return before it is told to, though what it does is done."""
+    """Wraps a call of the synchronous client: it does its work, and returns only when allowed to."""
 
     def __init__(self, client: AsyncClusterClient, name: str) -> None:
         self.does = getattr(client.sync, name)
@@ -202,7 +202,7 @@ class Held:
         return self.made[-1]
 
     async def cancelled(self, calling: Coroutine[Any, Any, Any]) -> Any:
-        """Cancel an awaited call when it has made something; returns that."""
+        """Cancel an awaited call once it has had its effect; returns the effect."""
         task = asyncio.ensure_future(calling)
         assert await asyncio.to_thread(self.has_made.wait, WAIT_S), "the call failed, or takes too long"
         task.cancel()

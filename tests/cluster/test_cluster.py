@@ -1,4 +1,4 @@
-"""Real nodes on a real etcd, and clients that were told of one of them."""
+"""Real nodes on a real etcd, and clients that know one of them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Cluster:
         )
 
     def listed(self) -> set[str]:
-        """The nodes that etcd has."""
+        """The nodes that etcd lists."""
 
         async def ask() -> set[str]:
             etcd = Etcd(EtcdReach(self.etcd.endpoints, "test"))

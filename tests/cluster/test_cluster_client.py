@@ -1,4 +1,4 @@
-"""A client of a whole cluster: what it spreads and keeps twice, and what a member that dies or hangs costs."""
+"""A client of a whole cluster: spreading, replicas, and the cost of a member that dies or hangs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WAIT_S = 10.0
 
 
 class World:
-    """Three nodes that are named one by one, and as many clients as a test wants."""
+    """Three nodes given by address, and any number of clients."""
 
     def __init__(self, nodes: list[NodeProcess], stack: ExitStack) -> None:
         self._stack, self.nodes = stack, nodes
@@ -73,7 +73,7 @@ class World:
         assert {one.durability for one in results} == {Durability.WRITTEN}
 
     def got(self, client: ClusterClient, timeout_s: float = WAIT_S) -> list[Hit | Miss]:
-        """Each hit is exact."""
+        """Get blocks; each hit must be exact."""
         self.target[:] = bytes(len(self.target))
         with client.register(self.target) as memory:
             outcomes = client.get(self.blocks(memory), timeout_s=timeout_s)
@@ -285,7 +285,7 @@ def test_a_block_fetched_from_the_second_owner_is_put_back_to_the_first(
     there = client.nodes.at(first)
 
     def are_back() -> bool:
-        """A node that has just begun takes no copy for a moment, so they are got until it does."""
+        """Get the blocks until both nodes have them; a new node accepts no copies at first."""
         if way == "fabric":
             assert hits(world.got(client)) == COUNT
         else:
@@ -312,7 +312,7 @@ def test_a_block_deleted_after_it_was_read_is_not_put_back(
     put, goes_on, failed = InlineCalls.put, threading.Event(), []
 
     def late(*given: object, **more: object) -> object:
-        """When the block has been read and is to be put back it is deleted everywhere."""
+        """Delete the block everywhere between its read and its repair."""
         assert goes_on.wait(WAIT_S)
         try:
             return put(*given, **more)  # type: ignore[arg-type]
@@ -500,7 +500,7 @@ def test_blocks_in_pieces_of_two_memories_survive_the_loss_of_a_node(world: Worl
     target = [bytearray(COUNT * half) for _ in source]
 
     def blocks(memories: list[RegisteredMemory]) -> list[ClusterBlock]:
-        """Of the second memory the pages lie in reverse order."""
+        """Blocks in pieces; the pages in the second memory are in reverse order."""
         return [
             ClusterBlock.of_pieces(
                 key,

@@ -117,7 +117,7 @@ def test_a_block_that_an_owner_lacks_is_put_back_from_its_pieces(
     assert there.prefix(theirs).blocks == 0 < len(theirs)
 
     def are_back() -> bool:
-        """A node that has just begun takes no copy for a moment, so they are got until it does."""
+        """Get the blocks until both nodes have them; a new node accepts no copies at first."""
         assert world.got() == COUNT
         return there.prefix(theirs).blocks == len(theirs)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def by_exists(client: ClusterClient, keys: list[bytes]) -> Prefix:
-    """The same, asked block by block."""
+    """The same result, by a look-up of each block."""
     for blocks, found in enumerate(client.exists(keys)):
         if isinstance(found, Miss):
             return Prefix(blocks, found)

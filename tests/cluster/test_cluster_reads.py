@@ -62,7 +62,7 @@ class Cluster:
         return [self.map.members[at].node for at in self.map.owners(b"acme", key)]
 
     def get(self, zone: str, replicas: int = 2, timeout_s: float = TIMEOUT_S) -> list[bytes | Miss]:
-        """All keys; it takes no longer than it may."""
+        """Get all keys, within the timeout."""
         self.asked.clear()
         self.put_back.clear()
         self.suspects.clear()
@@ -79,7 +79,7 @@ class Cluster:
         return outcomes
 
     def _each(self, parts: Mapping[str, list[int]], call: Callable[[Any, list[int]], Any]) -> dict[str, Any]:
-        """The calls are made at the same time, so they take as long as the longest."""
+        """Call the nodes in parallel: the duration is that of the longest call."""
         began_s, ends_s, answers = self.clock.now_s, [0.0], dict[str, Any]()
         for name, some in parts.items():
             self.clock.now_s = began_s
@@ -120,7 +120,7 @@ def of_zones(*zones: str) -> Cluster:
 
 
 def at_random(dice: random.Random) -> Cluster:
-    """Nodes of any zones, which die, hang and drain, and have any of the copies: a block has the same bytes on all."""
+    """Nodes in any zones that die, hang and drain, with any set of copies; a block's bytes are the same on all."""
     count = dice.randint(1, 6)
     zones = [dice.choice(ZONES[: dice.randint(1, 4)]) for _ in range(count)]
     draining = frozenset(at for at in range(count) if dice.random() < 0.15)

@@ -1,4 +1,4 @@
-"""A client that says once whose its puts are: erased, nothing of the user is on any node, and nothing comes back."""
+"""A client with a default user: after erasing the user, nothing of theirs is on any node, and nothing returns."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def put(world: World) -> list[bytes]:
-    """Over both paths, without a word about domains."""
+    """Put blocks over both paths, without naming a domain."""
     keys = [in_domain(one_key(), ADA) for _ in range(COUNT)]
     some, others = keys[: COUNT // 2], keys[COUNT // 2 :]
     assert {one.error for one in world.client.put_many_inline((key, data(key)) for key in some)} == {None}
@@ -53,7 +53,7 @@ def put(world: World) -> list[bytes]:
 
 
 def answers(world: World, keys: list[bytes]) -> list[set[MissReason | str]]:
-    """What all nodes say of those that were deleted, and of the others."""
+    """The outcomes of gets from every node: of the deleted blocks, and of the others."""
     found: list[set[MissReason | str]] = []
     for some in (keys[:DELETED], keys[DELETED:]):
         wanted = [(key, len(data(key))) for key in some]

@@ -1,4 +1,4 @@
-"""Erasing in a cluster: every node is asked, copies keep their erase domains, and none brings anything back."""
+"""Erasing in a cluster: every node is called, copies keep their erase domains, and none restores a block."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def put(world: World, domain: bytes, count: int = COUNT, *, node: str = "") -> list[bytes]:
-    """On their owners, or on one node."""
+    """Put blocks on their owners, or on one node."""
     client = world.client.nodes.at(node) if node else world.client
     keys = [in_domain(one_key(), domain) for _ in range(count)]
     results = client.put_many_inline([(key, data(key)) for key in keys], domain=domain)
@@ -49,7 +49,7 @@ def put(world: World, domain: bytes, count: int = COUNT, *, node: str = "") -> l
 
 
 def anywhere(world: World, keys: Sequence[bytes]) -> int:
-    """How many of them, and of their copies, are on the nodes."""
+    """The number of copies of these blocks on all nodes."""
     return sum(sum(world.there(node, list(keys))) for node in world.nodes)
 
 

@@ -1,4 +1,4 @@
-"""The judge of histories, on histories that were made by hand: each bad one is refused, and none that may have been."""
+"""The checker of histories, on handmade ones: each inconsistent one is rejected, and each possible one accepted."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ LOTS_SEEN = range(0, LOTS, 7)
 
 
 def zoned(zones: str) -> list[Member]:
-    """A member for each letter, in the zone of that name; of a space, in none."""
+    """A member for each letter in the zone of that name, and for each space one without a zone."""
     return [replace(one, zone=zone.strip()) for one, zone in zip(members(len(zones)), zones, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Following a map: nodes that tell it, tell nonsense, are silent, or know of no cluster."""
+"""Following a map: nodes that send it, send invalid ones, are silent, or are in no cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAIT_MS = 10_000
 
 
 class Teller(cluster_pb2_grpc.ClusterServicer):
-    """A node that tells what the test has it tell."""
+    """A node that answers as the test sets it."""
 
     def __init__(self, stack: ExitStack, host: str = "127.0.0.1") -> None:
         self.answers: list[pb.MapResponse] = []
@@ -65,7 +65,7 @@ class Teller(cluster_pb2_grpc.ClusterServicer):
 
 
 class Recorded(Following):
-    """It keeps the revision of each map that it has ever gone by."""
+    """Records the revision of each map that it adopts."""
 
     revisions: list[int]
 

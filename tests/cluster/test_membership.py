@@ -1,4 +1,4 @@
-"""Membership: nodes that come, go, are cut off, come back or are copied, in simulated time, and what each tells."""
+"""Membership in simulated time: nodes that join, leave, are cut off, return or are copied, and the maps they send."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ class World:
         await one.end(kindly=kindly, for_good=for_good)
 
     async def forget(self, one: Process) -> None:
-        """Have it forget whoever it has as absent."""
+        """Make a node forget all absent nodes of its map."""
         for absent in one.told.absent:
             with suppress(EtcdAway):
                 self.may_come_back.discard(absent.name)  # also if only the answer is lost
                 await one.membership.forget(absent.name)
 
     async def lose(self) -> None:
-        """Have etcd lose all data, or all since a backup."""
+        """Make etcd lose all data, or everything since a backup."""
         for one in self.processes:
             if "drained or forgotten" in one.membership.outside:
                 self.copied.add(one.member.name)  # it stays off the map until it is started again
@@ -113,7 +113,7 @@ class World:
             await self.etcd.restore(self.backup)
 
     def cut_off(self, *some: Process) -> None:
-        """All of them, or let them through again."""
+        """Cut these nodes off from etcd, or reconnect them."""
         is_away = not some[0].way.is_away
         for one in some:
             one.way.is_away = is_away
@@ -146,7 +146,7 @@ class World:
         await asyncio.sleep(SETTLED_S)
 
     def check(self) -> None:
-        """All that are alive tell the same map; whoever was never copied is on it, and of copies one at most."""
+        """All living nodes have the same map: with each node that was never copied, and at most one of its copies."""
         maps = {one.told.members for one in self.processes}
         assert len(maps) <= 1, maps
         for one in self.processes:

@@ -76,7 +76,7 @@ class World:
         return keys
 
     def put_far(self) -> list[bytes]:
-        """Blocks that only their first owners have, which are not the nearest node."""
+        """Put blocks on their first owners only, where these are not the nearest node."""
         keys = [block_key(secrets.token_bytes(8)) for _ in range(COUNT)]
         far = [key for key in keys if self.client.owners(key)[0] != self.near.target]
         for key in far:
@@ -84,7 +84,7 @@ class World:
         return far
 
     def sent(self) -> list[int]:
-        """How many blocks each node has sent."""
+        """The number of blocks that each node has sent."""
         told = [self.client.nodes.at(node.target).statistics() for node in self.nodes]
         return [one.hits_memory + one.hits_drive for one in told]
 
@@ -94,7 +94,7 @@ def payload(key: bytes) -> bytes:
 
 
 def got(client: ClusterClient, keys: list[bytes]) -> int:
-    """How many are hits, each of them exact."""
+    """The number of hits, each of them exact."""
     outcomes = list(client.get_many_inline([(key, BYTES) for key in keys]))
     for key, outcome in zip(keys, outcomes, strict=True):
         assert isinstance(outcome, Miss) or outcome == payload(key)
@@ -141,7 +141,7 @@ def test_blocks_that_the_nearest_node_lacks_are_read_elsewhere_and_put_back_to_i
     near = racks.client.nodes.at(racks.near.target)
 
     def are_back() -> bool:
-        """A node that has just begun takes no copy for a moment, so they are got until it does."""
+        """Get the blocks until both nodes have them; a new node accepts no copies at first."""
         assert got(client, keys) == len(keys)
         return near.prefix(keys).blocks == len(keys)
 

@@ -1,4 +1,4 @@
-"""What a change of members is said to move, against what the placement says of each lot."""
+"""The predicted moves of a change of members, compared with the placement of each lot."""
 
 from __future__ import annotations
 

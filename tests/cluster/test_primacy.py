@@ -1,4 +1,4 @@
-"""Who orders a user's sessions, in simulated time: nodes that come, go and are cut off, and clients of all of them.
+"""Which node orders a user's sessions, in simulated time: nodes join, leave and are cut off.
 
 Each node keeps sessions on a drive of its own, for all its lives. A client asks any node, whatever the map says, and
 each step takes its time: the node may be stopped in the middle of it. The history is judged as a whole.

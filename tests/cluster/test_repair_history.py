@@ -104,7 +104,7 @@ class World:
                 await self.put()
 
     def expected(self) -> set[Name]:
-        """The blocks of which copies are under way."""
+        """The blocks whose copies are in flight."""
         return {name for one in self.processes.values() for name in one.upkeep.waited._by_name}
 
     async def put(self) -> None:
@@ -125,7 +125,7 @@ class World:
             self.stored[name] = asyncio.get_running_loop().time()
 
     async def delete(self, name: Name) -> None:
-        """As `kvstore.client.cluster_removals` does."""
+        """Delete a block as `kvstore.client.cluster_removals` does."""
         self.deleting.add(name)
         loop, asked = asyncio.get_running_loop(), 0
         until_s = loop.time() + DELETE_S
@@ -204,7 +204,7 @@ class World:
         await asyncio.sleep(rng.random() * rng.choice((0.1, 4, 16)))
 
     def is_followed_without(self, one: Process) -> bool:
-        """Whether another member of a node's map follows etcd: else a client of that map would miss who joins."""
+        """Whether another member of a node's map follows etcd, so that clients of that map learn of new members."""
         return any(
             other.membership.lease and other.membership.digest == one.membership.digest
             for other in self.processes.values()
@@ -212,7 +212,7 @@ class World:
         )
 
     async def lose(self, member: Member, by: Process) -> None:
-        """A drive is lost with its node, which is then forgotten."""
+        """Lose a node with its drive, and forget it."""
         with suppress(EtcdAway):
             if await by.membership.forget(member.name):
                 gone = self.stores.pop(member)
@@ -220,7 +220,7 @@ class World:
                 self.lost |= gone.blocks.keys() - set(left)
 
     async def watch_drains(self) -> None:
-        """Stop a node when it says that it may be stopped: all that it has is then on all owners."""
+        """Stop each node that reports that it may be stopped; all owners then have its blocks."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(0.2)
@@ -266,7 +266,7 @@ class World:
             await asyncio.sleep(5)
 
     def missing(self) -> list[str]:
-        """What is not as it should be yet."""
+        """The differences from the wanted state."""
         said = []
         for name in sorted(self.stored.keys() - self.deleting - self.lost):
             holders = self.holders(name)
@@ -295,7 +295,7 @@ class World:
 
 
 async def history(seed: int, *, pauses: bool = False) -> World:
-    """`pauses`: now and then all leases end at once."""
+    """A random history; with `pauses`, all leases sometimes end at once."""
     world = World(seed)
     await world.etcd.put(b"/triggerkv/test/nodes/lots", lots_record(LOTS), 0, only_new=True, lasting=b"")
     background = [asyncio.create_task(world.etcd.run()), asyncio.create_task(world.watch_drains())]
@@ -439,6 +439,6 @@ def test_when_all_nodes_report_no_single_copies_any_node_may_be_lost(seed: int) 
 
 
 def are_safe(nodes: Sequence[Process]) -> bool:
-    """As a reader of the nodes' reports sees it."""
+    """Whether the nodes' reports show all members, and two copies of every block."""
     reports = [_told(one.membership, one.upkeep, one.membership.map, Map(0), "") for one in nodes]
     return members_are(reports, [one.member.node for one in nodes]) and all_copies_are_made(reports)

@@ -1,4 +1,4 @@
-"""Sessions on real nodes: one node orders those of a user, through its being stopped, replaced and back."""
+"""Sessions on real nodes: one node orders those of a user, while it is stopped, replaced and restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node that hangs costs a client one short wait, whatever it calls, and is called again when it answers."""
+"""A hung node costs a client one short wait, whatever the call, and is called again once it answers."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def is_reached(client: ClusterClient, node: NodeProcess) -> bool:
 
 
 def harm(node: NodeProcess, dice: random.Random) -> None:
-    """It dies and is started again, at once or when all have noticed; or it hangs for as long."""
+    """Kill a node and restart it, at once or after a while, or let it hang that long."""
     while_s = dice.choice([0.0, 0.3, 2.0, 7.0])
     if dice.random() < 0.5:
         node.kill()

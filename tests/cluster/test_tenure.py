@@ -1,4 +1,4 @@
-"""A node's tenure: through which ends of leases it has missed no deletion."""
+"""A node's tenure: which ends of leases it survives without missing a deletion."""
 
 from __future__ import annotations
 

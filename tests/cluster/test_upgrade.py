@@ -1,4 +1,4 @@
-"""A cluster is upgraded node by node, under clients of both versions: they serve, and keep their promises, together.
+"""A cluster is upgraded node by node under clients of both versions: it serves, and keeps its promises, throughout.
 
 The earlier version is a commit of this repository, built from its own files. A tree without the repository's history
 can't do that.
@@ -61,7 +61,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def code_of(tree: Path) -> Iterator[dict[str, str]]:
-    """Python programs that begin meanwhile are of that tree."""
+    """Make new Python processes use that tree."""
     before = dict(os.environ)
     os.environ |= {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
     try:
@@ -185,5 +185,5 @@ def settled(nodes: list[NodeProcess], engines: list[Engine]) -> None:
 
 
 def told_a_turn(engine: Engine, number: int) -> None:
-    """Sessions wait for 5 s when their home has been started again."""
+    """Append a turn; a session waits for 5 s after its home has restarted."""
     wait_until(lambda: engine("say", number) == number + 1, "a session's turn is stored", WAIT_S)

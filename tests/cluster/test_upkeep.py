@@ -1,4 +1,4 @@
-"""Copies that nodes keep up by themselves, on a real etcd: what they make good, and what they never bring back."""
+"""Copies that nodes make by themselves, on a real etcd: what they repair, and what they never bring back."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class World:
         return node
 
     def settled(self) -> None:
-        """Each node, and the client, has just the nodes on its map."""
+        """Whether each node and the client have exactly these nodes on their maps."""
         wanted = {node.target for node in self.nodes}
         wait_until(lambda: {one.node for one in self.client.nodes.map.members} == wanted, "the map", WAIT_S)
         token = token_of(self.client.nodes.reach)
@@ -93,7 +93,7 @@ class World:
         return True
 
     def on_two(self, keys: list[bytes]) -> bool:
-        """Whether all owners of each have it."""
+        """Whether every owner of each block has it."""
         has = {node.target: self.there(node, keys) for node in self.nodes}
         return all(has[owner][at] for at, key in enumerate(keys) for owner in self.client.owners(key))
 
@@ -105,7 +105,7 @@ class World:
         return keys
 
     def put_one_copy(self, count: int) -> list[bytes]:
-        """On the first node."""
+        """Put blocks on the first node only."""
         node = self.nodes[0]
         keys = [one_key() for _ in range(count)]
         pages = [(key, data(key)) for key in keys]
@@ -113,7 +113,7 @@ class World:
         return keys
 
     def leases(self) -> dict[str, tuple[str, int]]:
-        """By address: name and lease, as etcd has them."""
+        """The names and leases in etcd, by address."""
 
         async def ask() -> dict[str, tuple[str, int]]:
             etcd = Etcd(EtcdReach(self.etcd.endpoints, "test"))
@@ -125,7 +125,7 @@ class World:
         return asyncio.run(ask())
 
     def stranger(self, receiver: NodeProcess, sender: NodeProcess) -> Stranger:
-        """Who speaks to the receiver as the sender does, once the receiver's map has the sender's present lease."""
+        """A caller that presents itself as the sender, once the receiver's map has the sender's current lease."""
         strangers: list[Stranger] = []
 
         def is_known() -> bool:
@@ -137,7 +137,7 @@ class World:
 
 
 class Stranger(NamedTuple):
-    """What speaks to a node as another one does."""
+    """Calls a node as another node does."""
 
     node: NodeProcess
     name: str
@@ -170,7 +170,7 @@ class Stranger(NamedTuple):
 
 
 def told(node: NodeProcess, token: str | None = None) -> cluster_pb2.MapResponse:
-    """What a node says of itself and the cluster."""
+    """A node's report on itself and the cluster."""
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
     with grpc.insecure_channel(node.target) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
@@ -281,7 +281,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def other(pair: World) -> Stranger:
-    """The first node, as the second one hears it."""
+    """A caller that presents itself to the second node as the first."""
     return pair.stranger(pair.nodes[1], pair.nodes[0])
 
 
@@ -492,7 +492,7 @@ def test_an_owner_leaves_a_block_to_an_earlier_one(
 
 
 class Drive:
-    """A drive, as far as sureness needs it."""
+    """The part of a drive that `CopyEligibility` uses."""
 
     number, last_generation, seals = 0, 10, 0
 

@@ -1,4 +1,4 @@
-"""A client of a cluster, of whichever version Python imports. It takes commands and answers in lines of JSON.
+"""A client of a cluster, of the imported version. It takes commands and answers in lines of JSON.
 
 It uses only what both versions have.
 """
@@ -35,17 +35,17 @@ class Engine:
         return [ClusterBlock(key, self._kv, i * BYTES, BYTES) for i, key in enumerate(self._keys(name))]
 
     def where(self) -> str:
-        """Where its code is."""
+        """The folder of its code."""
         return kvstore.client.__file__
 
     def put(self, name: str) -> list[str]:
-        """Put the blocks of a name; the kinds of outcomes."""
+        """Put the blocks of a name; returns the kinds of outcomes."""
         self._memory[:] = random.Random(name).randbytes(len(self._memory))
         results = self._client.put(self._blocks(name), timeout_s=20)
         return sorted({str(one.durability and one.durability.name) for one in results})
 
     def get(self, name: str) -> list[str]:
-        """Get them; `exact`, or why not."""
+        """Get the blocks; returns `exact`, or the reason."""
         self._memory[:] = bytes(len(self._memory))
         outcomes = self._client.get(self._blocks(name), timeout_s=20)
         expected = random.Random(name).randbytes(len(self._memory))
@@ -62,7 +62,7 @@ class Engine:
         return all(self._client.delete(self._keys(name)))
 
     def copies(self, name: str) -> int:
-        """How many copies there are, on all nodes."""
+        """The number of copies on all nodes."""
         nodes = self._client.nodes
         each = [nodes.at(one.node).exists(self._keys(name)) for one in nodes.map.members]
         return sum(getattr(one, "reason", None) is None for some in each for one in some)
@@ -72,7 +72,7 @@ class Engine:
         return sorted(one.node for one in self._client.nodes.map.members)
 
     def say(self, number: int) -> int:
-        """Put a block of a session and append it, unless that was done; how many the session has then."""
+        """Put a block of a session and append it, unless that is done; returns the session's length."""
         if number and self.said() > number:
             return number + 1
         key = block_key(b"session", number.to_bytes(4))
@@ -81,7 +81,7 @@ class Engine:
         return nodes.session(USER, "chat").append([key], tokens=16)
 
     def said(self) -> int:
-        """How many blocks the session has, each of them readable."""
+        """The number of the session's blocks, after reading each of them."""
         nodes = self._client.nodes
         keys = nodes.session(USER, "chat").keys()
         assert keys == [block_key(b"session", number.to_bytes(4)) for number in range(len(keys))]
@@ -90,7 +90,7 @@ class Engine:
 
 
 def main() -> None:
-    """Answer each line."""
+    """Execute each line of standard input, and print its answer."""
     engine = Engine(sys.argv[1])
     for line in sys.stdin:
         what, *words = json.loads(line)

@@ -1,4 +1,4 @@
-"""Runs commands of `kvstore` in the process of the tests: to start a process is most of what one costs.
+"""Runs commands of `kvstore` in the tests' process, since starting a process is most of a command's cost.
 
 It doesn't do that for commands that change their process, as `kvstore serve` does.
 """
@@ -14,7 +14,7 @@ from kvstore.cli import main
 
 
 def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` does it for `kvstore` with these arguments, capturing its output as text."""
+    """Run `kvstore` in this process and capture its output as text, like `subprocess.run`."""
     assert threading.current_thread() is threading.main_thread(), "the standard streams are the process's"
     with (
         TemporaryFile("w+") as out,

@@ -30,7 +30,7 @@ KEY = block_key(b"hello")
 
 @pytest.fixture
 def ours(shared_node: NodeProcess, tenant: str) -> list[str]:
-    """The options that say which node, and a tenant of the test's own."""
+    """Options for the node, and for a tenant of the test's own."""
     return ["--node", shared_node.target, "--tenant", tenant]
 
 

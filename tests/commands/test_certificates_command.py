@@ -1,4 +1,4 @@
-"""`kvstore certificates`: what it makes is taken by a node and its clients, and nothing is written over."""
+"""`kvstore certificates`: nodes and clients accept what it makes, and it overwrites nothing."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_file_truncated_by_a_full_disk_is_refused(
     certs = tmp_path / "certs"
 
     def openssl(*arguments: str | Path) -> None:
-        """It ends with 0 then."""
+        """A stand-in that succeeds."""
         for one in arguments:
             if isinstance(one, Path):
                 one.touch()

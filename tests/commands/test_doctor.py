@@ -1,4 +1,4 @@
-"""The doctor on machines that are made up, and once on this one."""
+"""The doctor on simulated machines, and once on this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exit statuses of `kvstore`: the same mistake, failure or miss ends each command alike, also for a program."""
+"""Exit statuses of `kvstore`: the same mistake, failure or miss ends each command alike, with `--json` too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvstore explain` against a real node: what a stranger reads when a request was slow or missed."""
+"""`kvstore explain` against a real node: its output when a request was slow or missed."""
 
 from __future__ import annotations
 

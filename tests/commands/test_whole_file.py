@@ -1,4 +1,4 @@
-"""A command's output file: whole or not there, and never in the place of a device, a pipe or a link."""
+"""A command's output file: complete or absent, and never instead of a device, a pipe or a link."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Backend(NamedTuple):
 
     @property
     def nic_counts(self) -> bool:
-        """The NIC moves counters itself, and what it holds is past recall but for a flush."""
+        """Whether the NIC moves counters, so that only a flush can withdraw its operations."""
         return self.provider == "cxi" and self.own_counters
 
 
@@ -87,7 +87,7 @@ class Stage(Pair):
         return Gate(self.counter(side))
 
     def settle(self, gate: Gate | None = None) -> None:
-        """What the counters let out by now is out, and has arrived."""
+        """Wait until everything that the counters have fired has arrived."""
         if gate is not None:
             wait_until(lambda: gate.counter.value() >= gate.at, "the counter to have taken its stores")
         for way, side in ((self.there, self.far), (self.back, self.near), (self.there, self.far)):
@@ -98,7 +98,7 @@ class Stage(Pair):
         wait_until(lambda: busy_with(self.near) == 0, "nothing under way")
 
     def holds_nothing(self) -> None:
-        """Everything that was armed has ended, and the statistics say so."""
+        """All armed operations have ended, and the statistics show it."""
         self.holds_no_work()
         now = self.near.fabric.statistics()
         assert now.armed == now.done + now.failed + now.cancelled
@@ -115,12 +115,12 @@ def busy_with(side: Side) -> int:
 
 
 def lands(word: FlagWord, value: int, seconds: float = WAIT_S) -> None:
-    """Wait for a word of memory, looking at nothing else: no call into any fabric."""
+    """Wait for a word of memory without any call into a fabric."""
     wait_until(lambda: word.load() == value, f"{value} in a word that holds {word.load()}", seconds)
 
 
 def end_or_late(side: Side, tag: int) -> EventKind:
-    """How the operation ended at its deadline: done, failed, or late."""
+    """The operation's end, or LATE at its deadline."""
     ends = {EventKind.DONE, EventKind.FAILED, EventKind.LATE}
     side.wait(lambda: bool(ends & set(side.kinds(tag))), f"an end of {tag}, or its being late")
     return next(kind for kind in side.kinds(tag) if kind in ends)
@@ -136,7 +136,7 @@ def refusal_deadline_ns(side: Side) -> int:
 
 
 def through(near: Side, far: Side) -> Way:
-    """One more way from `near` to `far`, through an endpoint of its own."""
+    """Another path from `near` to `far`, through its own endpoint."""
     return Way.between(Side.more(near), far)
 
 

@@ -228,7 +228,7 @@ class Model:
         )
 
     def _landed(self, op: Armed) -> bool:
-        """Whether any part of it is to be seen. Of a get that is only its flag, if it has one."""
+        """Whether any part of it is visible; of a get, only its flag is."""
         stage, at = self.stage, 8 * op.index
         flagged = stage.far.word(op.index).load() == self._value(op.index)
         if op.kind.startswith("put"):
@@ -270,7 +270,7 @@ class Model:
                 assert event.value not in (0, errno.EPIPE), said
 
     def finish(self) -> None:
-        """Everything is fired or flushed, and nothing is left."""
+        """Fire or flush everything; nothing is left."""
         for count in self.counts[:GATES]:
             if self.rng.random() < 0.6:
                 count.gate.raise_to(count.gate.at + 50)

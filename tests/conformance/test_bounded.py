@@ -1,4 +1,4 @@
-"""Bounded queues, and as many operations as one likes through them; a counter that is armed again and again."""
+"""Bounded queues, and any number of operations through them; a counter that is armed again and again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCH = 512
 
 
 def armed(stage: Stage, operations: Sequence[Operation]) -> bool:
-    """Whether there was room."""
+    """Arm operations; returns whether there was room."""
     try:
         stage.there.arm(*operations)
     except FabricError as error:

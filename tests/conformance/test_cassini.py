@@ -24,7 +24,7 @@ MODES = (("0", "0"), ("1", "1"))
 
 
 def started(folder: Path, library: Path, errors_count: str, reorders: str) -> subprocess.Popen[bytes]:
-    """Start the suite in one mode; its output goes into `said`."""
+    """Start the suite in one mode, with its output in the file `said`."""
     folder.mkdir()
     environment = os.environ | {
         "TRIGGERKV_LIBFABRIC": str(library),

@@ -1,4 +1,4 @@
-"""A chain is the only order: what follows finds all that went before it, and needs no call of anybody."""
+"""Only a chain orders operations: a later one finds all effects of the earlier ones, without any call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handles are closed with everything under way: nothing crashes, and no memory is touched any more."""
+"""Handles are closed with operations in flight: nothing crashes, and no memory is touched afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A peer that is dead before or while operations are sent to it: they end or are late, and others are unaffected."""
+"""A peer that dies before or during operations to it: they end or are late, and others are unaffected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTHING_WENT_OUT = {-errno.ECANCELED, -errno.ETIMEDOUT, -errno.EBADMSG}
 
 
 def serves_others(stage: Stage, gate: Gate, tag: int) -> None:
-    """The same counter goes on to fire what goes to others, and new ones do."""
+    """The same counter still fires operations to other peers, and so do new ones."""
     stage.there.arm(stage.there.notify(tag, 400, tag, fires=(gate.counter, gate.at + 1)))
     gate.raise_to(gate.at + 1)
     lands(stage.far.word(400), tag)

@@ -19,7 +19,7 @@ BYTES = 24  # of each put; its flag is a word of its own
 
 
 def operation(stage: Stage, gate: Gate, index: int, threshold: int) -> Operation:
-    """Of one of three kinds, all seen in word `index`."""
+    """One of three kinds of operation, each visible in word `index`."""
     fires = (gate.counter, threshold)
     if index % 3 == 0:
         return stage.there.notify(index, index, index + 1, fires=fires)

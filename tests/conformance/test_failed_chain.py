@@ -1,4 +1,4 @@
-"""What follows an operation that failed never happens: its own flag, its count, and all that waits for that."""
+"""Operations chained to a failed one never happen: its flag, its count, and everything waiting for that."""
 
 from __future__ import annotations
 

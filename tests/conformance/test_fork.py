@@ -1,4 +1,4 @@
-"""A child of fork has the memory but neither the thread nor the connections: it is refused, and harms nothing."""
+"""A forked child has the memory but neither thread nor connections: its calls are refused, without effect."""
 
 from __future__ import annotations
 

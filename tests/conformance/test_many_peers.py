@@ -1,4 +1,4 @@
-"""One fabric, many peers, one counter: all fire at one store, and a dead one among them is its own affair."""
+"""One fabric, many peers, one counter: all fire at one store, and a dead peer affects no other."""
 
 from __future__ import annotations
 

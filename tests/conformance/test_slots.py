@@ -1,4 +1,4 @@
-"""A NIC's slots are shared: with others taking them and giving them back, nothing is lost and everything arrives."""
+"""A NIC's slots are shared: while other processes take and release them, nothing is lost and everything arrives."""
 
 from __future__ import annotations
 

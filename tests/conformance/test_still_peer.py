@@ -1,4 +1,4 @@
-"""A peer that is stopped and then continues: each operation happens once, whatever was done meanwhile."""
+"""A peer that is stopped and continues: each operation happens once."""
 
 from __future__ import annotations
 

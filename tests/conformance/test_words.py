@@ -1,4 +1,4 @@
-"""Words that are put to one place, as two acknowledgements of a put are: the last stays, however writes arrive."""
+"""Two words put to one place, like a put's two acknowledgements: the last one stays, however the writes arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drive that is taken from a running node's folder while the node is killed, end to end."""
+"""A drive is removed from a node's folder while the node is killed, end to end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def put(rig: ClientWithBuffers, blocks: list[Block]) -> None:
 
 
 def got(rig: ClientWithBuffers, blocks: list[Block]) -> list[Hit | Miss]:
-    """What a get of all gives, each hit exact."""
+    """The outcomes of a get of all blocks, with every hit exact."""
     outcomes = rig.client.get([rig.wanted(block) for block in blocks], timeout_s=WAIT_S)
     for block, outcome in zip(blocks, outcomes, strict=True):
         assert isinstance(outcome, Miss) or rig.is_exact(block)

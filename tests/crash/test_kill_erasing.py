@@ -111,7 +111,7 @@ class People:
 
 
 def erase(client: Client, user: str) -> bool:
-    """Whether it was acknowledged."""
+    """Erase a user; returns whether it was acknowledged."""
     try:
         client.erase_user(user)
     except (NodeUnavailable, DeadlineExceeded):
@@ -120,7 +120,7 @@ def erase(client: Client, user: str) -> bool:
 
 
 def timed_erase(client: Client, user: str) -> float:
-    """How long an undisturbed erasure takes."""
+    """The duration of an undisturbed erasure."""
     began = time.monotonic()
     assert erase(client, user)
     return time.monotonic() - began

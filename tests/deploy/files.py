@@ -1,4 +1,4 @@
-"""The files of `deploy/`, read: what each of them has a node run with, and what it opens."""
+"""Reads the files of `deploy/`: the commands of nodes, and the ports that are opened."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONTAINERFILE = (DEPLOY / "Containerfile").read_text()
 
 
 def json_words(instruction: str) -> list[str]:
-    """Of the Containerfile."""
+    """The words of an instruction of the Containerfile."""
     found = re.search(rf"^{instruction} (\[.*\])$", CONTAINERFILE, re.MULTILINE)
     assert found is not None
     words: list[str] = yaml.safe_load(found[1])
@@ -45,13 +45,13 @@ def json_words(instruction: str) -> list[str]:
 
 
 def compose() -> dict[str, Any]:
-    """All of compose.yaml."""
+    """The content of compose.yaml."""
     document: dict[str, Any] = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
     return document
 
 
 def kubernetes(kind: str | None = None, name: str = "kvstore") -> list[dict[str, Any]]:
-    """All manifests that kustomization.yaml names; or the one of a kind and name."""
+    """The manifests listed in kustomization.yaml, or those of one kind and name."""
     folder = DEPLOY / "kubernetes"
     files = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
     found = [one for file in files for one in yaml.safe_load_all((folder / file).read_text())]
@@ -83,7 +83,7 @@ def node_of_kubernetes(number: int, zone: str = "") -> list[str]:
 
 
 def node_of_compose(name: str, host: str = "localhost") -> list[str]:
-    """The command of a node; what its environment says as options."""
+    """The command of a node, with its environment as options."""
     service = compose()["services"][name]
     words = [*json_words("ENTRYPOINT"), *service["command"]]
     for variable, value in service["environment"].items():
@@ -100,7 +100,7 @@ def _of_unit(settings: str) -> list[str]:
 
 
 def commands() -> dict[str, list[str]]:
-    """What each of the files has a node run with, word by word."""
+    """The command of a node in each of the files, as words."""
     (setting,) = re.findall(r"^Environment=(.*)$", UNIT.read_text(), re.MULTILINE)
     beyond, cluster = (
         re.findall(r"^KVSTORE.*$", file.read_text(), re.MULTILINE)[0]

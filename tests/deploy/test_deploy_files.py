@@ -40,7 +40,7 @@ EXPOSURE_MAX = 2.0
 
 
 def _config(name: str) -> NodeConfig:
-    """What a node takes of one of them; ConfigError if it would not begin."""
+    """The configuration that a node makes of one of the commands; ConfigError if it would not start."""
     return settings(_parser().parse_args(commands()[name][1:])).node()
 
 

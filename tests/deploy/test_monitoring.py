@@ -1,4 +1,4 @@
-"""Every metric, label and alert that `deploy/` and the docs name is one that a running node tells; none is left out."""
+"""Every metric, label and alert in `deploy/` and the docs is exported by a running node; none is missing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GROUPED = re.compile(r"\b(?:by|on)\s*\(([^)]*)\)")
 
 
 class Exported(NamedTuple):
-    """What a node has told: the families, and the labels of each sample's name."""
+    """A node's metrics: its families, and the labels of each sample's name."""
 
     families: dict[str, tuple[str, str, tuple[str, ...]]]  # type, help, labels
     labels: dict[str, set[str]]  # of samples
@@ -44,7 +44,7 @@ class Exported(NamedTuple):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """All that a node tells an observer once everything that has labels has happened."""
+    """The metrics that an observer gets once every labelled event has happened."""
     folder = tmp_path_factory.mktemp("deploy")
     tenants = folder / "tenants.toml"
     tenants.write_text(
@@ -86,7 +86,7 @@ def expressions() -> Iterator[tuple[str, str]]:
 
 
 def strangers(expression: str, labels: dict[str, set[str]]) -> Iterator[str]:
-    """What an expression names and no node tells."""
+    """The names and labels in an expression that no node exports."""
     known = ADDED_LABELS | {"le"}
     for name, selector in NAME.findall(expression):
         if name not in labels:

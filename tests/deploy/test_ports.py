@@ -1,4 +1,4 @@
-"""One table says which ports are used; the defaults of the options and every file of `deploy/` agree with it."""
+"""The table of ports, the defaults of the options and every file of `deploy/` agree."""
 
 from __future__ import annotations
 

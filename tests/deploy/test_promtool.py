@@ -1,4 +1,4 @@
-"""Prometheus' own tool reads the alerts and the configurations, and each alert comes when it should and not before."""
+"""Prometheus' own tool accepts alerts and configurations, and each alert fires when it should and not before."""
 
 from __future__ import annotations
 

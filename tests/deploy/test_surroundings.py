@@ -1,4 +1,4 @@
-"""Each file of `deploy/` has what a node needs to move blocks: addresses, mounts, io_uring, locked memory."""
+"""Each file of `deploy/` provides what a node needs: addresses, mounts, io_uring, locked memory."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Engine:
                 self.compute(cache, one.block, np.full_like(pages(cache)[one.block], 0xDEAD))
 
     def saved(self, blocks: int) -> list[tuple[int, bytes]]:
-        """Wait until something is known of so many blocks."""
+        """Wait for the results of this many blocks."""
         found: list[tuple[int, bytes]] = []
         known = 0
 
@@ -111,7 +111,7 @@ class Engine:
         return loaded
 
     def seen(self, blocks: Sequence[int]) -> dict[tuple[int, int], bytes]:
-        """What a kernel reads in blocks, layer by layer, when the compute stream gets there."""
+        """The bytes that a kernel reads from blocks, layer by layer, once the compute stream runs it."""
         seen: dict[tuple[int, int], bytes] = {}
         for at, cache in enumerate(self.caches.values()):
             for block in blocks:

@@ -31,7 +31,7 @@ def _out(reference: Any, value: int | bytes) -> int:
 
 
 class FakeDriver:
-    """What `libcuda.so.1` offers, as far as it is used."""
+    """The functions of `libcuda.so.1` that are used."""
 
     def __init__(self, *, gpus: int = 1, seed: int = 0, writes_values: bool = True) -> None:
         self.host = HostDevice(seed)

@@ -1,4 +1,4 @@
-"""Tensors of a host device: vLLM's KV caches as numpy arrays with PyTorch's names; a device that runs by itself."""
+"""Tensors of a host device: vLLM's KV caches as numpy arrays with PyTorch's names; a device that runs in a thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BLOCKS, TOKENS, HEADS, NUMBERS, LAYERS = 24, 16, 2, 32, 6
 
 
 class HostTensor:
-    """What PyTorch's tensors have that is used here."""
+    """The part of a PyTorch tensor that is used here."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array
@@ -110,7 +110,7 @@ def identity_of(engine: str) -> Identity:
 
 @contextmanager
 def running(device: HostDevice) -> Iterator[None]:
-    """The device works by itself meanwhile, in a thread."""
+    """Run the device in a thread for the time of the `with` block."""
     over = threading.Event()
 
     def work() -> None:

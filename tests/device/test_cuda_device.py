@@ -65,7 +65,7 @@ def test_the_spine_on_cuda_is_exact_in_any_order_of_streams(seed: int) -> None:
 
 
 def graph_counts_on(device: Any) -> None:
-    """Copies and a counted flag, captured once; each launch copies what is there then."""
+    """Capture copies and a counted flag once; each launch copies the current bytes."""
     device = cast("Device", device)
     memory, source = mmap.mmap(-1, 4096), (ctypes.c_ubyte * 64)()
     with FlagWords.create(2) as words:

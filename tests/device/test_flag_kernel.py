@@ -1,4 +1,4 @@
-"""flag_kernel.cu as NVIDIA's compiler sees it: the right store of each kernel, and what orders it. No GPU is needed."""
+"""flag_kernel.cu compiled by NVRTC: each kernel has the right store, and the right fence. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRITES = re.compile(r"\b((?:st|red|atom)\.[\w.]+)\s+\[(%\w+)\]")
 
 
 def breaches(ptx: str) -> list[str]:
-    """What is wrong with the kernels of a PTX text."""
+    """The defects in the kernels of a PTX text."""
     found: list[str] = []
     kernels = dict(re.findall(r"\.entry (\w+)\(.*?\{(.*?)\n\}", ptx, re.DOTALL))
     if kernels.keys() != STORE_OF.keys():

@@ -1,4 +1,4 @@
-"""A captured step: a graph copies pages and counts flags on, and the puts armed beforehand leave by themselves."""
+"""A captured step: a graph copies pages and increments flags, and the puts armed beforehand fire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a full ring, streams in any order and a device that refuses work cost: a block that is not stored or loaded."""
+"""A full ring, streams in any order, and a device that refuses work: a block is not stored, or not loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations of several users, in turns, and what an engine without the store says in them."""
+"""Conversations of several users, in turns, with the answers of an engine without the store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Chats:
     def held_with(
         cls, engine: Engine, *, users: int = USERS, seed: int = 11, common_tokens: int = 0
     ) -> Chats:
-        """Hold them; all begin with so many tokens in common."""
+        """Hold conversations that begin with this many tokens in common."""
         dice = random.Random(seed)
         common = [dice.randrange(3, 999) for _ in range(common_tokens)]
         histories = [list(common) for _ in range(users)]
@@ -49,7 +49,7 @@ class Chats:
         assert engine.say(self.prompts[0], tokens=LONG_TOKENS).answers == self.long
 
     def check(self, engine: Engine, turns: range | None = None) -> int:
-        """Hold them with another engine, which must say the same; how many tokens it did not have to compute."""
+        """Repeat the conversations with another engine: same answers. Returns how many tokens came from a cache."""
         cached = 0
         for turn in turns if turns is not None else range(TURNS):
             said = engine.say(self.prompts[turn], tokens=ANSWER_TOKENS)

@@ -30,7 +30,7 @@ _CALLS = (
 
 
 def forked(given: str, end: socket, log: str, environment: dict[str, str]) -> None:
-    """The same in a process that was forked, with what it would have got as one of its own."""
+    """The same in a forked process, with the arguments of a process of its own."""
     os.environ.clear()
     os.environ.update(environment)
     with Path(log).open("w") as file:
@@ -132,7 +132,7 @@ def _step_as_a_server(llm: Any) -> None:
 
 
 def _wait_for_saves() -> None:
-    """Let the connector's thread send what the last steps have copied: who asks next shall find it."""
+    """Let the connector's thread send everything copied so far, so that a following look-up finds it."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     working = getattr(get_kv_transfer_group(), "_working", None) if has_kv_transfer_group() else None
@@ -141,7 +141,7 @@ def _wait_for_saves() -> None:
 
 
 def _step_until_stored(llm: Any) -> None:
-    """Let vLLM's multi-tier offloading end what it has begun, as its engine's own loop would."""
+    """Step until vLLM's multi-tier offloading has finished, as the engine's own loop would."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     until = time.perf_counter() + 60
     while scheduler.has_requests() and time.perf_counter() < until:
@@ -149,7 +149,7 @@ def _step_until_stored(llm: Any) -> None:
 
 
 def _drop_pool(llm: Any) -> bool:
-    """Forget what the engine and vLLM's pool of host memory have; a tier behind that has it still."""
+    """Drop the engine's cache and vLLM's pool of host memory; the tiers behind it keep theirs."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert not scheduler.has_requests()
     scheduler.connector.scheduler.manager.primary_tier.reset_cache()
@@ -157,7 +157,7 @@ def _drop_pool(llm: Any) -> bool:
 
 
 def _steps(llm: Any, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Let one request decode, give it company, and time each step until that has its answer."""
+    """Decode one request, add a second one, and time each step until the second has its answer."""
     from vllm import SamplingParams
 
     core = llm.llm_engine.engine_core.engine_core

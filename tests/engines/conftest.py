@@ -43,7 +43,7 @@ def guarded(place: Path) -> Iterator[GuardedNode]:
 
 @pytest.fixture(scope="session")
 def chats(place: Path, model: Path) -> Chats:
-    """Conversations, and what an engine without our store says in them."""
+    """Conversations with an engine without our store."""
     with Engine(place, "plain", model) as plain:
         return Chats.held_with(plain)
 

@@ -1,4 +1,4 @@
-"""vLLM's multi-tier offloading on a CPU: all of it is vLLM's but the worker, which copies between two memories.
+"""vLLM's multi-tier offloading on a CPU; only the worker, which copies between two memories, is ours.
 
 vLLM's own worker copies by CUDA and refuses a CPU. Pool, managers, look-ups and jobs are untouched.
 """
@@ -72,7 +72,7 @@ class _Copies(OffloadingWorker):  # type: ignore[misc]
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """A job that was submitted is done."""
+        """Wait until a submitted job is done."""
 
     def shutdown(self) -> None:
         self._blocks, self._chunks = [], []

@@ -1,4 +1,4 @@
-"""What `recording` has written, read back; this module needs no engine."""
+"""Reads what `recording` has written; this module needs no engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def read_digests(folder: Path) -> tuple[dict[str, set[str]], list[tuple[str, str]]]:
-    """What all engines have saved, by key, and what they have loaded."""
+    """The digests of everything saved, by key, and of everything loaded, by all engines."""
     saved: dict[str, set[str]] = {}
     loaded = []
     for file in folder.iterdir():

@@ -147,20 +147,20 @@ class Engine:
         return self._log.read_text()
 
     def say(self, prompts: list[list[int]], *, tokens: int = 1, **how: Any) -> Said:
-        """Let it go on from these tokens, all at once."""
+        """Continue these prompts, all in one batch."""
         return Said(**self._ask({"do": "say", "prompts": prompts, "tokens": tokens, **how}))
 
     def steps(self, prompt: list[int], *, tokens: int) -> list[tuple[int, float, float]]:
-        """Give a request that decodes the company of this one: each step's tokens, seconds, and those in our calls."""
+        """Add this request to a decoding one: for each step its tokens, its seconds, and those in our calls."""
         answer = self._ask({"do": "steps", "prompt": prompt, "tokens": tokens})
         return [(count, seconds, ours) for count, seconds, ours in answer["steps"]]
 
     def forget(self, *, connector: bool = False) -> None:
-        """Empty its own prefix cache, and what the connector has."""
+        """Empty its own prefix cache, and the connector's state."""
         assert self._ask({"do": "forget", "all": connector})["forgotten"]
 
     def drop_pool(self) -> None:
-        """Empty its own prefix cache and vLLM's pool of host memory, and leave the tiers behind that as they are."""
+        """Empty its own prefix cache and vLLM's pool of host memory, but not the tiers behind it."""
         assert self._ask({"do": "drop"})
 
     def counts(self) -> dict[str, float]:
@@ -187,7 +187,7 @@ class Engine:
         return json.loads(line)
 
     def kill(self) -> None:
-        """SIGKILL, whatever it is doing."""
+        """Send SIGKILL."""
         self._process.kill()
         self._process.join()
 

@@ -1,4 +1,4 @@
-"""Host pools as SGLang's are, in ordinary memory: the same calls, and pages laid out in the same three ways.
+"""Host pools like SGLang's in ordinary memory: the same calls, and the same three layouts of pages.
 
 The real ones need SGLang's whole run time (Triton, its kernels), which no CPU here runs.
 """

@@ -1,4 +1,4 @@
-"""LMCache's real interfaces out of its wheel, imported without what it warns of and without its usage reports."""
+"""LMCache's real interfaces from its wheel, imported without its warnings and its usage reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real objects of LMCache's, in a real allocator's memory."""
+"""Real LMCache objects in the memory of a real allocator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OBJECT_BYTES = 12_288
 
 
 class Arena:
-    """L1 memory with objects in it, one behind the other."""
+    """L1 memory with objects in a row."""
 
     def __init__(self, objects: int = 16, dtype: Any = torch.bfloat16) -> None:
         self.dtype = dtype

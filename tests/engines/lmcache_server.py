@@ -29,7 +29,7 @@ class LmcacheServer:
     """A server that keeps its address when it is restarted. Its own memory (L1) is lost then."""
 
     def __init__(self, place: Path, behind: dict[str, Any], **options: Any) -> None:
-        """`behind` is its L2, as in LMCache's own configuration; `options` are the command's, with underscores."""
+        """`behind` is its L2, as in LMCache's own configuration; `options` are options of the command."""
         self._behind, self._options = behind, options
         self._log = place / "lmcache server.log"
         self._port, self._http_port = free_port(), 0
@@ -38,7 +38,7 @@ class LmcacheServer:
 
     @property
     def transfer(self) -> dict[str, Any]:
-        """What an engine of this server has for its `kv_transfer_config`."""
+        """The `kv_transfer_config` of an engine that uses this server."""
         return {
             "kv_connector": "LMCacheMPConnector",
             "kv_role": "kv_both",

@@ -29,7 +29,7 @@ def make_llama(folder: Path, **config: Any) -> Path:
 
 
 def make_gemma(folder: Path) -> Path:
-    """A model with two kinds of layers: those that look at everything, and those that look through a window."""
+    """A model with two kinds of layers: full attention and a sliding window."""
     return _make(
         folder,
         "Gemma3",
@@ -60,7 +60,7 @@ def make_deepseek(folder: Path) -> Path:
 
 
 def make_mistral(folder: Path) -> Path:
-    """A model all of whose layers look through a window."""
+    """A model whose layers all have a sliding window."""
     return _make(
         folder,
         "Mistral",
@@ -74,7 +74,7 @@ def make_mistral(folder: Path) -> Path:
 
 
 def make_adapter(folder: Path, seed: int) -> Path:
-    """An adapter of `make_llama`'s model that changes what it says, and its KV; other weights for each seed."""
+    """An adapter of `make_llama`'s model that changes its answers and its KV; its weights depend on the seed."""
     import json
 
     import torch

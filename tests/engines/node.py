@@ -1,4 +1,4 @@
-"""A node that can be killed, restarted and have its drive damaged, at one address; and one that is guarded."""
+"""A node with a fixed address that can be killed, restarted and have its drive damaged; and one with TLS and tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Look again and again; it fails when the time is over."""
+    """Check a condition repeatedly; fail when the time is over."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"not within {seconds} s: {what}"
@@ -38,7 +38,7 @@ class Node(NodeProcess):
         self.start()
 
     def damage(self, fraction: float, dice: random.Random | None = None) -> int:
-        """Flip a bit in the payloads of so many of the stored records, whether it runs or not; returns how many."""
+        """Flip a bit in this fraction of the stored payloads, of a running node or not; returns how many."""
         damaged = 0
         dice = dice or random.Random(7)
         for drive in self.data.rglob("*"):
@@ -61,7 +61,7 @@ class Node(NodeProcess):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop it where it stands, and let it go on."""
+        """Stop it, and let it continue at the end."""
         os.kill(self.pid, signal.SIGSTOP)
         until(self._is_stopped, "no thread of the node runs")  # on a busy machine some go on for a while
         try:
@@ -71,7 +71,7 @@ class Node(NodeProcess):
 
 
 class GuardedNode(Node):
-    """One over TLS that asks for a token."""
+    """A node with TLS that requires a token."""
 
     def __init__(self, data: Path) -> None:
         made = data.parent / f"{data.name} secrets"

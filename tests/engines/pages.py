@@ -1,4 +1,4 @@
-"""The objects that a node has, read by their keys and held against those that a clean engine has computed."""
+"""Reads a node's objects by their keys, and compares them with those that a clean engine has computed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def layout_of(digests: Path) -> bytes:
 
 
 def read_pages(target: str, layout: bytes, keys: Collection[str]) -> dict[str, bytes]:
-    """What the node there has under these keys."""
+    """The node's bytes under these keys."""
     names = sorted(keys)
     with Client(target, layout=layout) as client:
         client.status(wait_s=WAIT_S)
@@ -36,14 +36,14 @@ def read_pages(target: str, layout: bytes, keys: Collection[str]) -> dict[str, b
 
 
 def difference(one: bytes, other: bytes) -> float:
-    """How far two pages are from each other, as a part of the largest number in the second one."""
+    """The largest difference between two pages, relative to the largest number in the second one."""
     numbers, others = np.frombuffer(one, np.float32), np.frombuffer(other, np.float32)
     with np.errstate(invalid="ignore"):
         return float(np.abs(numbers - others).max() / np.abs(others).max())
 
 
 def check_pages(stored: Mapping[str, bytes], clean: Mapping[str, bytes]) -> float:
-    """Every stored page is the clean one of its key; how far the worst is from it."""
+    """Every stored page is the clean one of its key; returns the largest difference."""
     strange = stored.keys() - clean.keys()
     assert not strange, f"{len(strange)} of {len(stored)} pages are of no tokens that a clean engine has seen"
     far = [difference(page, clean[key]) for key, page in stored.items()]

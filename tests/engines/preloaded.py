@@ -1,4 +1,4 @@
-"""What each engine imports, which takes longer than to start one: engines are forked from a process that has it."""
+"""The imports of each engine, which take longer than starting one: engines are forked from a process with them."""
 
 from __future__ import annotations
 

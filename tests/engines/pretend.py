@@ -88,7 +88,7 @@ def _kv(before: int, token: int) -> list[int]:
 
 
 def kv_of(tokens: Sequence[int]) -> tuple[list[list[int]], int]:
-    """The KV of tokens, layer by layer, and what the next token comes of."""
+    """The KV of tokens, layer by layer, and the state from which the next token is computed."""
     state, rows = 0, []
     for token in tokens:
         rows.append(_kv(state, token))
@@ -101,7 +101,7 @@ def _said(state: int) -> int:
 
 
 def answer_of(prompt: Sequence[int], tokens: int) -> list[int]:
-    """What an engine says that nothing is wrong with."""
+    """The answer of an engine without failures."""
     _, state = kv_of(prompt)
     answer = [_said(state)]
     while len(answer) < tokens:
@@ -111,7 +111,7 @@ def answer_of(prompt: Sequence[int], tokens: int) -> list[int]:
 
 
 class Immediately:
-    """An executor of a thread's work, in the caller's."""
+    """An executor that runs a thread's work in the calling thread."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -124,7 +124,7 @@ class Immediately:
 
 @dataclass
 class FakeNode:
-    """Objects by key. What is found may be gone when it is fetched, with a chance of `losing`."""
+    """Objects by key. With the probability `losing`, one that was found is lost before it is fetched."""
 
     losing: float = 0.0
     dice: random.Random = field(default_factory=lambda: random.Random(1))
@@ -189,7 +189,7 @@ class _OtherPlan(KVConnectorMetadata):  # type: ignore[misc]
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Another connector beside ours, which promises two blocks of every prompt and never brings them."""
+    """A second connector, which promises two blocks of every prompt and never delivers them."""
 
     promised: list[int] = []  # noqa: RUF012  # of the scheduler's side, taken by the worker's
     failed: set[int] = set()  # noqa: RUF012
@@ -225,7 +225,7 @@ class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def model_folder(folder: Path) -> Path:
-    """A model of which there is nothing but its configuration."""
+    """A model that consists of its configuration only."""
     from transformers import LlamaConfig
 
     LlamaConfig(
@@ -254,7 +254,7 @@ OTHER = {
 
 
 class Pretend:
-    """One engine."""
+    """One simulated engine."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ class Pretend:
         return bool(self.scheduler.has_unfinished_requests())
 
     def step(self, *, abort: str | None = None) -> None:
-        """One step, as the core of the engine does it; a request may be aborted while it is computed."""
+        """One step, as in the engine's core; a request may be aborted during it."""
         order = self.scheduler.schedule()
         sampled, output = self._execute(order)
         if abort is not None:
@@ -403,7 +403,7 @@ class Pretend:
         self.settle()
 
     def settle(self) -> None:
-        """Take in what is known of the last step's saves."""
+        """Process the results of the last step's saves."""
         for _ in range(2):
             self.step()
 
@@ -458,7 +458,7 @@ class Pretend:
             assert self.answers[name] == answer_of(prompt, tokens), name
 
     def check_pages(self, node: FakeNode, conversations: Iterable[Sequence[int]]) -> int:
-        """Every page in the node is the page that a clean engine has for its name; how many there are."""
+        """Each page in the node equals a clean engine's page of that name; returns their number."""
         identity = self.ours._identity
         assert identity is not None
         (group,) = identity.groups

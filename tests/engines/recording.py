@@ -111,7 +111,7 @@ class LossyConnector(RecordingConnector):
 
 
 class BrokenConnector(TriggerKvConnector):
-    """Whatever is found does not come."""
+    """Loads of found blocks always fail."""
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
@@ -121,7 +121,7 @@ class BrokenConnector(TriggerKvConnector):
 
 
 class RecordingSpec(TriggerKvOffloadingSpec):
-    """The same of an OffloadingSpec: chunks, when the engine has filled them, and when it is about to read them."""
+    """Records an OffloadingSpec's chunks when the engine has filled them, and when it is about to read them."""
 
     def get_manager(self) -> Any:
         manager = super().get_manager()
@@ -154,7 +154,7 @@ class RecordingSpec(TriggerKvOffloadingSpec):
 
 
 class RecordingTier(TriggerKvTier):
-    """The same of a tier: chunks, when vLLM has them stored, and when they have come."""
+    """Records a tier's chunks when vLLM stores them, and when they have been loaded."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

@@ -1,4 +1,4 @@
-"""`TriggerKvConnector` as LMCache makes it, over LMCache's own memory, with a real node: exact chunks or none."""
+"""`TriggerKvConnector` created by LMCache, over LMCache's own memory, with a real node: exact chunks or none."""
 
 from __future__ import annotations
 

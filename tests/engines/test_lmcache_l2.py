@@ -44,7 +44,7 @@ CALLS = [
 
 
 def opened(node: str, arena: Arena, **settings: Any) -> TriggerKvL2Adapter:
-    """As LMCache's server makes it."""
+    """The adapter as LMCache's server creates it."""
     plugin = {
         "module_path": "kvstore.engines.lmcache.l2",
         "class_name": "TriggerKvL2Adapter",

@@ -1,4 +1,4 @@
-"""vLLM with LMCache's connector, LMCache's own server, and our node behind it: the same words, whatever happens."""
+"""vLLM with LMCache's connector, LMCache's own server, and our node behind it: the same answers despite failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make demo`, as README has it, in a clean copy of this tree: both environments, of 2.4 GB, and both demos."""
+"""`make demo`, as in the README, in a clean copy of this tree: both environments (2.4 GB) and both demos."""
 
 from __future__ import annotations
 

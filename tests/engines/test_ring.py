@@ -1,4 +1,4 @@
-"""The ring that copied pages lie in."""
+"""The ring that holds copied pages."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def config(node: str, *, v1: int = 1, transport: str = "auto", extra: Any = None
 
 
 def attached(node: str, pool: Any, **settings: Any) -> TriggerKvStorage:
-    """As SGLang's cache controller attaches it."""
+    """The storage as SGLang's cache controller attaches it."""
     storage = StorageBackendFactory.create_backend("dynamic", config(node, **settings), pool)
     storage.register_mem_pool_host(pool)
     storage.on_host_pools_registered()

@@ -1,4 +1,4 @@
-"""Pools beside the KV (`batch_*_v2`): how long a prefix is usable, and that pages of one pool are never another's."""
+"""Pools beside the KV (`batch_*_v2`): the usable length of a prefix, and that no page is taken for another pool's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations of small models on a real node: resumed bit for bit or said why not; never other tokens' KV."""
+"""Conversations of small models on a real node: resumed bit for bit, or a reason; never with other tokens' KV."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_conversation_is_erased_with_its_user_and_the_node_may_start_to_encryp
 
 
 def _until_saved(chat: Any, live: Any, tokens: Any) -> None:
-    """The first save after the change may meet what was known before."""
+    """Save again until it succeeds: the first save after the change may use the old state."""
     until = time.monotonic() + 20
     while (error := chat.save(live, tokens).error) is not None:
         assert time.monotonic() < until, error

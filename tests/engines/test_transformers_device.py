@@ -1,4 +1,4 @@
-"""A model's KV goes through a device's copies and flag: the code that runs on CUDA, with a host device in its place."""
+"""A model's KV through a device's copies and flag: the code for CUDA, with a host device instead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def _computed(kind: str, count: int) -> tuple[Any, Any, DynamicCache]:
-    """A model, as many tokens, and the cache after they were computed."""
+    """A model, tokens, and the cache after computing them."""
     model, tokens = _model(kind), _tokens(count)
     live = DynamicCache(config=model.config)
     _run(model, tokens, live)
@@ -162,7 +162,7 @@ def test_copies_of_a_load_run_after_earlier_work_on_their_target_and_before_late
     later: list[bytes] = []
 
     def before() -> bool:
-        """What had the memory before is still at work, and slow."""
+        """The memory's previous owner is still writing, slowly."""
         earlier.append(bytes(target[:1]))
         if len(earlier) < 200:
             return False

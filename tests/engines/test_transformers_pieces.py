@@ -1,4 +1,4 @@
-"""Any cache that is cut into blocks, turn by turn, and put together again is what it was: ragged, with windows."""
+"""A cache cut into blocks, turn by turn, and put together again is unchanged: ragged batches, windows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM with our connector says what it says without, and every byte it loads is a byte that was saved."""
+"""vLLM answers the same with our connector as without, and every loaded byte was saved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPEC_EXTRA = {"spec_name": "RecordingSpec", "spec_module_path": "tests.engines.r
 
 
 def check_digests(engine: Engine) -> int:
-    """Every page that was loaded is one that was saved under its key; how many were."""
+    """Each loaded page was saved under its key; returns the number of loaded pages."""
     saved, loaded = read_digests(engine.digests)
     strange = [key for key, digest in loaded if digest not in saved.get(key, ())]
     assert not strange

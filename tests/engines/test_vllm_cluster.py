@@ -1,4 +1,4 @@
-"""vLLM with a cluster of three nodes, each chunk on two: one is lost for good, and another takes its place."""
+"""vLLM with a cluster of three nodes and two copies of each chunk: one node is lost and replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten conversations with an engine whose cache is tiny, over a node whose drive is, and both have a bad time.
+"""Ten conversations with an engine with a tiny cache, over a node with a tiny drive, while both fail.
 
 Between turns and within them blocks are evicted, and damaged on the drive; the node is killed, or stopped and
 continued; half-way the engine is killed, and one that loads the other way (`sync`, `async`) takes its place. What holds
@@ -53,7 +53,7 @@ DEADLINES = {"lookup_timeout_ms": 100, "load_timeout_ms": 400, "save_timeout_ms"
 
 
 class Reference:
-    """What is right: the answers of an engine without our connector, and the pages of one to which nothing happens."""
+    """The right results: answers of an engine without our connector, and pages of an undisturbed one with it."""
 
     def __init__(self, place: Path, model: Path) -> None:
         self._node = Node(place / "clean node")
@@ -62,7 +62,7 @@ class Reference:
         self._keys: set[str] = set()
 
     def hold(self, seed: int) -> tuple[Chats, dict[str, bytes]]:
-        """Hold new conversations; what is said in them, and all their pages by key."""
+        """Hold new conversations; returns them, and all their pages by key."""
         chats = Chats.held_with(self._plain, users=USERS, seed=seed, common_tokens=COMMON_TOKENS)
         chats.check(self._clean)
         keys = read_digests(self._clean.digests)[0].keys() - self._keys
@@ -91,7 +91,7 @@ def reference(place: Path, model: Path) -> Iterator[Reference]:
 
 
 class Conversations:
-    """A node and an engine, what is said with them, and what happens to them."""
+    """A node and an engine, their conversations, and the failures injected into them."""
 
     def __init__(self, place: Path, model: Path, loads: list[str], dice: random.Random) -> None:
         self.node = Node(place / "node", capacity=SMALL_DRIVE, arguments=SMALL_MEMORY)
@@ -110,7 +110,7 @@ class Conversations:
     # --- before something is said
 
     def damage(self) -> None:
-        """A block that the node's memory has as well is hurt when that is lost."""
+        """Damage stored blocks; one that is also in the node's memory is damaged once it has left it."""
         self.node.damage(DAMAGED, self._dice)
 
     def damage_at_rest(self) -> None:
@@ -155,7 +155,7 @@ class Conversations:
             other.join()
 
     def replace_the_engine(self, prompts: list[list[int]]) -> None:
-        """Kill it while it says something; the next one takes its place."""
+        """Kill the engine during an answer; the next one takes its place."""
         self.count()
         killer = threading.Timer(0.3 * self._dice.random(), self._engines[0].kill)
         killer.start()
@@ -187,7 +187,7 @@ class Conversations:
 def hold(
     rig: Conversations, chats: Chats, clean: dict[str, bytes], layout: bytes, dice: random.Random
 ) -> None:
-    """Hold all conversations, some at a time, and let something happen each time."""
+    """Hold all conversations, some at a time, with a failure each time."""
     turns = dict.fromkeys(range(USERS), 0)
     is_replaced = False
     accidents: list[Callable[[], None]] = []

@@ -57,7 +57,7 @@ def working(
 def step(
     one: worker.Working, device: HostDevice, tensors: dict[str, torch.Tensor], plan: Plan, **kv: torch.Tensor
 ) -> None:
-    """A step as vLLM makes it; kernels write `kv` to the blocks that are saved, and then something else."""
+    """A step as vLLM makes it; kernels write `kv` to the saved blocks, and later overwrite them."""
     saves = list(plan.saves)
     one.begin_step(plan)
     if plan.loads:

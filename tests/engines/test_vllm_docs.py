@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def recipe(connector: str, node: Node) -> str:
-    """The program in which vLLM is told of this connector of ours."""
+    """The page's program that configures vLLM with this connector."""
     text = (ROOT / "docs" / "engines.md").read_text()
     (found,) = [
         one for one in re.findall(r"```python\n(import sys.*?)```", text, re.DOTALL) if connector in one

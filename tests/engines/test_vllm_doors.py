@@ -1,4 +1,4 @@
-"""The ways into vLLM: by name alone, as a part of a MultiConnector, as a producer or a consumer, without a fabric."""
+"""Configurations of vLLM: by name, in a MultiConnector, as producer or consumer, without a fabric."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 def ours(
     node: str, *, name: str = "TriggerKvConnector", role: str = "kv_both", **extra: Any
 ) -> dict[str, Any]:
-    """As users have it: by name, without a module's path."""
+    """The settings as users write them: by name, without a module's path."""
     return BOTH | {
         "kv_connector": name,
         "kv_role": role,
@@ -152,7 +152,7 @@ def test_the_header_x_session_id_suffices_for_a_session(place: Path, model: Path
 
 
 def until_hit(engine: Engine, chats: Chats) -> None:
-    """Hits that do not come out of its own cache."""
+    """Generate until tokens come from our node and not from the engine's own cache."""
     end = time.monotonic() + 30
     before = engine.count("hit_tokens")
     while engine.count("hit_tokens") == before:

@@ -60,7 +60,7 @@ def stored(monkeypatch: pytest.MonkeyPatch, folder: Path, *prompts: list[int]) -
 
 
 def of(node: FakeNode, load: str) -> str:
-    """The setting. "shared" is "async" with a node that shares its memory: an idle engine's step waits for the copy."""
+    """The setting `load`. "shared" is "async" with a node that shares its memory: an idle engine waits for the copy."""
     node.shares = load == "shared"
     return "async" if node.shares else load
 
@@ -229,7 +229,7 @@ def test_a_request_built_on_blocks_that_another_connector_lost_is_not_saved(
 
 
 class _Slow(Future[Usable]):
-    """An answer that does not come, and how long it was waited for."""
+    """An answer that does not arrive, and how long the caller waited."""
 
     def __init__(self) -> None:
         super().__init__()

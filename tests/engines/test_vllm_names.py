@@ -1,4 +1,4 @@
-"""What a page is named by: everything that decides its bytes, the same in every process."""
+"""The name of a page: it covers everything that decides the page's bytes, and is the same in every process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block as objects: which layers each has, where their pages lie, and that they come back where they belong."""
+"""A block as objects: which layers each has, where their pages are, and that loads restore them there."""
 
 from __future__ import annotations
 

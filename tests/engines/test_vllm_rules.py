@@ -1,4 +1,4 @@
-"""The match-action table in the path of a vLLM engine: what a rule says of a request is what happens to its KV."""
+"""The match-action table with a vLLM engine: a request's rule decides what happens to its KV."""
 
 from __future__ import annotations
 

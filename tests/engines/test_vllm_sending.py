@@ -1,4 +1,4 @@
-"""Sending copied pages: whatever is pending at the deadline is ended, and a full node is waited for."""
+"""Sending copied pages: everything pending at the deadline is ended, and a full node is waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler's and a worker's side do without an engine: roles, sessions, a worker that can't, and our names."""
+"""The scheduler's and the worker's side without an engine: roles, sessions, a failing worker, and our names."""
 
 from __future__ import annotations
 

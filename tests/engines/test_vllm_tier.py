@@ -31,7 +31,7 @@ SMALL_POOL_BYTES = 32 * CHUNK_BYTES
 
 
 def start(place: Path, name: str, model: Path, node: str, **more: Any) -> Engine:
-    """An engine with a tier; what is `more` is the tier's, but for vLLM's own."""
+    """An engine with a tier; `more` are settings of the tier."""
     own = (
         *("num_gpu_blocks_override", "max_num_batched_tokens", "max_num_seqs", "kv_events_config"),
         *("enable_lora", "max_lora_rank", "max_loras"),
@@ -45,14 +45,14 @@ def start(place: Path, name: str, model: Path, node: str, **more: Any) -> Engine
 
 
 def check_digests(engine: Engine) -> int:
-    """Every chunk that was loaded is one that was stored under its name; how many were."""
+    """Each loaded chunk was stored under its name; returns the number of loaded chunks."""
     saved, loaded = read_digests(engine.digests)
     assert not [key for key, digest in loaded if digest not in saved.get(key, ())]
     return len(loaded)
 
 
 def count(engine: Engine, name: str) -> float:
-    """One of the tier's counts; vLLM has none that was never told."""
+    """One of the tier's counters; vLLM doesn't list one that was never increased."""
     return engine.counts().get(f"vllm:triggerkv_tier_{name}", 0)
 
 

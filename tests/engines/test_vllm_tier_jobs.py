@@ -44,7 +44,7 @@ STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
 class Tier:
-    """One with a pool, and a scheduler that asks it."""
+    """A tier with a pool, and a scheduler that calls it."""
 
     def __init__(
         self, node: str, *, told: Engine | None = None, chunk_bytes: int = CHUNK_BYTES, **more: Any
@@ -82,7 +82,7 @@ class Tier:
         return result
 
     def all_ended(self, count: int, seconds: float = 30.0) -> list[JobResult]:
-        """The results of so many jobs, in the jobs' order."""
+        """The results of this many jobs, in their order."""
         found: list[JobResult] = []
 
         def are_all_there() -> bool:
@@ -112,7 +112,7 @@ class Tier:
 
 
 def keys(what: str, count: int, first: int = 0) -> list[bytes]:
-    """Keys whose chunks are those of their first byte."""
+    """Keys whose chunks consist of the key's first byte."""
     return [bytes([number]) + what.encode() for number in range(first, first + count)]
 
 
@@ -308,7 +308,7 @@ def test_a_large_load_is_made_by_two_threads_and_ends_with_the_later_one(
 
 
 class _Asked(TriggerKvTier):
-    """A tier of ours of which a connector wants to know only whether a request waits for it."""
+    """A tier that only answers whether a request waits for it."""
 
     awaited = True
 
@@ -321,7 +321,7 @@ class _Asked(TriggerKvTier):
 
 
 class _Connector:
-    """One without an engine, whose scheduler gives these answers, the last of them again and again."""
+    """A connector without an engine, whose scheduler returns these answers, repeating the last one."""
 
     def __init__(self, *answers: int | None) -> None:
         self.tiers: list[Any] = [_Asked()]

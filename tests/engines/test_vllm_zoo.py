@@ -1,4 +1,4 @@
-"""Small models of several architectures say with our connector what they say without.
+"""Small models of several architectures answer the same with our connector as without.
 
 The Llama of the other tests has grouped queries (GQA), the Gemma layers with a window and layers without. Hybrids of
 attention and recurrent state have no name here (`test_vllm_names`).

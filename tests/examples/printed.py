@@ -72,7 +72,7 @@ def commands(text: str) -> list[Command]:
 def run(
     name: str, folder: Path, *, words: Mapping[str, str] | None = None, timeout_s: float = 60.0, **more: str
 ) -> Run:
-    """Run one; `words` are what stands for others in its commands, such as MODEL, `more` goes into the environment."""
+    """Run an example; `words` replaces words of its commands, such as MODEL; `more` is added to the environment."""
     shutil.copytree(EXAMPLES, folder / "examples", ignore=_BUILT)
     for used in ("proto", "deploy"):
         (folder / used).symlink_to(ROOT / used)
@@ -104,7 +104,7 @@ def run(
 
 
 def check(name: str, done: Run) -> None:
-    """It ended well, and printed what stands at its top, in that order."""
+    """It succeeded, and printed the lines at the top of the example, in that order."""
     assert done.status == 0, done.printed + done.said[-4000:]
     rest = done.printed
     for command in commands((EXAMPLES / name).read_text()):
@@ -116,7 +116,7 @@ def check(name: str, done: Run) -> None:
 
 
 def cpp_environment() -> dict[str, str]:
-    """What leads compilers to gRPC for C++ where `make grpc-cpp` has fetched it."""
+    """Variables that lead a compiler to the gRPC for C++ that `make grpc-cpp` has fetched."""
     fetched = ROOT / ".cache/grpc-cpp/usr"
     libraries = next(fetched.glob("lib/*/pkgconfig"), None)
     if libraries is None:
@@ -143,7 +143,7 @@ def _moved(text: str, ports: Mapping[str, str]) -> str:
 
 
 def _environment(ports: Mapping[str, str]) -> dict[str, str]:
-    """Of this process, without what would reach an example; a node as small as nodes are; etcd's other ports."""
+    """The environment of this process without our settings, with the smallest node and other ports for etcd."""
     unwanted = ("TRIGGERKV", "PYTEST", "PYTHON")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     etcd = f"http://127.0.0.1:{ports['2379']}"

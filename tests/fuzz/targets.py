@@ -62,7 +62,7 @@ def fabric_calls(data: bytes) -> None:
 
 
 def grpc_fields(data: bytes) -> None:
-    """Messages that the node takes apart by itself, and headers."""
+    """Messages that the node parses itself, and headers."""
     with suppress(KvError, DecodeError):
         list(parts.parse_put(data).parts())
     with suppress(KvError, DecodeError):
@@ -96,14 +96,14 @@ def tenants(data: bytes) -> None:
 
 
 class _Unsummed(Reader):
-    """One that accepts any checksum, so that mutations reach the code after the check."""
+    """A reader that accepts any checksum, so that mutations reach the code after the check."""
 
     def _read_checked(self, length: int, what: str) -> bytes:
         return self._read(length + 4, what)[:length]
 
 
 def sessions(data: bytes) -> None:
-    """A session in a file, and one as it lies on the drive."""
+    """A session in a file, and one as stored on the drive."""
     for read in (Reader, _Unsummed):
         with suppress(KvError):
             reader = read(io.BytesIO(data))
@@ -115,7 +115,7 @@ def sessions(data: bytes) -> None:
 
 
 def traces(data: bytes) -> None:
-    """A trace of requests, in either form."""
+    """A trace of requests, in both formats."""
     for name in ("t.jsonl", "t.csv"):
         path = _FOLDER / name
         path.write_bytes(data)
@@ -193,7 +193,7 @@ def _an_index() -> bytes:
 
 
 def index(data: bytes) -> None:
-    """The file of an index, with bytes of it changed: three of the input say where and one to what."""
+    """The file of an index with changed bytes: three bytes of the input give the place, one the value."""
     folder, spoilt = _FOLDER / "index", bytearray(_an_index())
     folder.mkdir(exist_ok=True)
     for at in range(0, len(data) - 3, 4):

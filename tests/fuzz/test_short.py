@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def changed(seed: bytes, changes: list[tuple[int, int, bytes]]) -> bytes:
-    """Parts of an input, at parts of a thousand of its length, made into others."""
+    """Replace parts of an input, at places given in thousandths of its length."""
     data = bytearray(seed)
     for at, length, part in changes:
         start = at * len(data) // 1000

@@ -1,4 +1,4 @@
-"""What these tests need: PyTorch for CUDA and a GPU. `make test` skips them without; `make test-gpu` fails."""
+"""Requires PyTorch for CUDA and a GPU. Without them `make test` skips these tests, and `make test-gpu` fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _absent(reason: str) -> None:
 
 
 def library(name: str) -> Any:
-    """A library that `make test-gpu` installs."""
+    """The path of a library that `make test-gpu` installs."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -57,7 +57,7 @@ def device(torch: Any) -> Iterator[CudaDevice]:
 
 @pytest.fixture(scope="session")
 def figure(torch: Any) -> Iterator[Callable[[str, float], None]]:
-    """Keeps a figure of this GPU."""
+    """Records a figure of this GPU."""
     figures: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
     yield figures.__setitem__
     FIGURES.parent.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Attacks beside a well-behaved neighbour: what one token, or none, can do to somebody else."""
+"""Attacks beside a well-behaved neighbour: the harm that a caller with one token, or none, can do to others."""

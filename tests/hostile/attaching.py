@@ -1,4 +1,4 @@
-"""Attacks with connections over the fabric that each are allowed, as programs of `tests.hostile.attacks`."""
+"""Attacks with connections over the fabric, each of them allowed, as programs of `tests.hostile.attacks`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _reserve(connection: int, blocks: int = BATCH_BLOCKS_MAX) -> pb.ReserveReque
 
 
 def hoard(told: Told, until: float, _: str) -> Told:
-    """Connections that each reserve all their slots for as long as may be and never put, and ask for more."""
+    """Connections that each reserve all their slots for the longest time, never put, and request more."""
     did: dict[str, int] = {}
     held: list[Any] = []
     lock = threading.Lock()
@@ -119,7 +119,7 @@ def hoard(told: Told, until: float, _: str) -> Told:
 
 
 def reserves(told: Told, until: float, _: str) -> Told:
-    """Four loops that reserve a thousand slots and give them back."""
+    """Four loops that reserve a thousand slots and release them."""
     done: dict[str, int] = {}
 
     def work(name: str) -> None:
@@ -162,7 +162,7 @@ def armed(told: Told, until: float, _: str) -> Told:
 
 
 def fetch_cancels(told: Told, until: float, _: str) -> Told:
-    """Four loops that fetch a thousand blocks over gRPC into memory that is nobody's, and cancel them."""
+    """Four loops that fetch a thousand blocks over gRPC into memory that doesn't exist, and cancel them."""
     done: dict[str, int] = {}
 
     def work(name: str) -> None:

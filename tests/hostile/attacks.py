@@ -52,7 +52,7 @@ _STAYS_S = 2.0
 
 
 def resets(told: Told, until: float, source: str) -> Told:
-    """HTTP/2 rapid reset, on ever new connections."""
+    """HTTP/2 rapid reset, on new connections all the time."""
     streams = [1 + 2 * number for number in range(5000)]
     chunk = b"".join(h2.headers(one, _ATTACH, *bearer(told)) + h2.reset(one) for one in streams)
     sent = connections = 0
@@ -65,7 +65,7 @@ def resets(told: Told, until: float, source: str) -> Told:
 
 
 def resets_of_one(told: Told, until: float, source: str) -> Told:
-    """The same on one connection, for as long as the node lets it be."""
+    """Rapid reset on one connection, until the node closes it."""
     sent, first = 0, 1
     link = None
     while time.monotonic() < until:
@@ -81,7 +81,7 @@ def resets_of_one(told: Told, until: float, source: str) -> Told:
 
 
 def silent_streams(told: Told, until: float, source: str) -> Told:
-    """Attach streams whose first message never comes."""
+    """Attach streams without a first message."""
     links, refused = [], 0
     for _ in range(told["streams"] // _STREAMS):
         with suppress(OSError):
@@ -95,7 +95,7 @@ def silent_streams(told: Told, until: float, source: str) -> Told:
 
 
 def idle(told: Told, until: float, source: str) -> Told:
-    """TCP connections over which nothing is said; those that are ended are begun again, and those that stay counted."""
+    """Idle TCP connections; closed ones are opened again, open ones are counted."""
     links: dict[socket.socket, float] = {}
     begun = 0
     while time.monotonic() < until:
@@ -124,7 +124,7 @@ def _ended(link: socket.socket) -> bool:
 
 
 def slow_http(told: Told, until: float, source: str) -> Told:
-    """Connections that send their request a byte at a time."""
+    """Connections that send their request byte by byte."""
     links: list[socket.socket] = []
     begun, text = 0, b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"x" * 4000
     while time.monotonic() < until:
@@ -161,7 +161,7 @@ def address(number: int) -> bytes:
 
 
 def failing_attaches(told: Told, until: float, _: str) -> Told:
-    """Attaches with invalid or unreachable addresses, and with words that are in no memory."""
+    """Attaches with invalid or unreachable addresses, and with words outside of any memory."""
     stub = kvstore_pb2_grpc.KvStoreStub(channel(told))  # type: ignore[no-untyped-call]
     tried = [
         attach_request(told, address)
@@ -187,7 +187,7 @@ def failing_attaches(told: Told, until: float, _: str) -> Told:
 
 
 def attaches(told: Told, until: float, _: str) -> Told:
-    """As many attachments as the node gives, and all landing memory that it gives with them."""
+    """As many attachments as the node grants, with all the landing memory that it grants to them."""
     held: list[Any] = []
     refused: dict[str, int] = {}
     at = 0
@@ -216,7 +216,7 @@ def attaches(told: Told, until: float, _: str) -> Told:
 
 
 def landing(told: Told, until: float, _: str) -> Told:
-    """All the memory to put into that the node gives: connections with large blocks, and leases of all their slots."""
+    """All landing memory that the node grants: connections with large blocks, and leases of all their slots."""
     held: list[Any] = []
     leases: deque[float] = deque()  # when each began, of those that are not over
     most = 0
@@ -251,7 +251,7 @@ def landing(told: Told, until: float, _: str) -> Told:
 
 
 def heavy(told: Told, until: float, _: str) -> Told:
-    """Four loops of a call that names a thousand blocks."""
+    """Four loops of a call with a thousand blocks."""
     stub = blocks_pb2_grpc.BlocksStub(channel(told))  # type: ignore[no-untyped-call]
     names = [
         pb.BlockName(key=os.urandom(32), fingerprint=bytes(16), length=4096) for _ in range(told["blocks"])
@@ -284,7 +284,7 @@ def heavy(told: Told, until: float, _: str) -> Told:
 
 
 def unread(told: Told, until: float, source: str) -> Told:
-    """Answers of megabytes, asked for on connections that answer pings and give no room to any."""
+    """Answers of megabytes, requested on connections that answer pings and have closed flow-control windows."""
     ask = sessions.GetSessionRequest(name=LARGE, blocks=SESSION_BLOCKS_MAX).SerializeToString()
     asked, held = 0, []
     while time.monotonic() < until:
@@ -303,7 +303,7 @@ def unread(told: Told, until: float, source: str) -> Told:
 
 
 def burn(told: Told, until: float, source: str) -> Told:
-    """As many small calls as the node answers: each connection has 200 of them waiting at any time."""
+    """As many small calls as the node answers, with 200 pending on each connection."""
     path, ask = {
         "Status": ("/kvstore.v1.KvStore/Status", pb.StatusRequest()),
         "Get": (
@@ -353,7 +353,7 @@ _HALF = 8 << 20  # bytes of a message whose last one never comes
 
 
 def half_sent(told: Told, until: float, source: str) -> Told:
-    """Messages of megabytes of which the last byte never comes: as much of each as the node lets in."""
+    """Messages of megabytes without their last byte: as much of each as the node accepts."""
     begun = sent = 0
     links: dict[socket.socket, tuple[h2.Answers, dict[int, int]]] = {}
     while time.monotonic() < until:
@@ -373,7 +373,7 @@ def half_sent(told: Told, until: float, source: str) -> Told:
 
 
 def _halves(told: Told, source: str) -> tuple[socket.socket, h2.Answers, dict[int, int]]:
-    """A connection that is let in, and how much was sent of each of its calls."""
+    """An accepted connection, and how much of each of its calls was sent."""
     link, first = h2.connected("127.0.0.1", told["port"], source, 1.0), h2.half(_HALF)
     link.sendall(h2.headers(1, "/kvstore.v1.KvStore/Status", *bearer(told)) + h2.data(1, b"", ends=True))
     calls = {stream: len(first) for stream in range(3, _STREAMS, 2)}
@@ -402,7 +402,7 @@ def _send_more(link: socket.socket, answers: h2.Answers, calls: dict[int, int]) 
 
 
 def flood(told: Told, until: float, _: str) -> Told:
-    """Puts and gets of large blocks over many connections: the drive, and all memory that blocks go through."""
+    """Puts and gets of large blocks over many connections, to fill the drive's queue and all memory for blocks."""
     done: dict[str, int] = {}
     size_bytes = 1 << 20
 
@@ -439,7 +439,7 @@ def unknown(told: Told, until: float, _: str) -> Told:
 
 
 def forge(told: Told, until: float, _: str) -> Told:
-    """Writes to a client over the fabric, with true keys of its memory, from its own address: as fast as they go."""
+    """Writes to a client over the fabric, with valid keys of its memory, from its own address, at full speed."""
     did = {"landed": 0, "refused": 0}
     fabric = Fabric(told["provider"], address="127.0.0.1")
     endpoint, memory = fabric.open_endpoint(), allocate(1 << 20)

@@ -57,7 +57,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class Times(NamedTuple):
-    """How long the neighbour's calls took, and those of the one elsewhere in turns with them; and its errors."""
+    """The durations of the neighbour's calls and, in alternation, of calls to the other node; its errors."""
 
     here: list[float]
     elsewhere: list[float]
@@ -69,12 +69,12 @@ class Times(NamedTuple):
 
 
 def p99(taken: Sequence[float]) -> float:
-    """Of times taken, that which one of a hundred is beyond."""
+    """The 99th percentile."""
     return sorted(taken)[len(taken) * 99 // 100]
 
 
 def _attackers() -> subprocess.Popen[str]:
-    """A process that begins an attack at once when it is told to."""
+    """A process that begins an attack at once on request."""
     attackers = subprocess.Popen(
         [sys.executable, "-m", "tests.hostile.attacks"],
         stdin=subprocess.PIPE,
@@ -119,7 +119,7 @@ Work = Callable[[Neighbour, int], object]
 
 
 class Beside:
-    """A node with two tenants, `good` and `evil`, and the good one's client; another such node that nobody attacks."""
+    """A node with the tenants `good` and `evil` and a client of `good`, and a second such node without attacks."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.tenants = folder / "tenants.toml"
@@ -161,7 +161,7 @@ class Beside:
         self.tenants.write_text("".join(entries))
 
     def times(self, seconds: float) -> Times:
-        """Let the neighbour work for so long, and the one elsewhere in turns with it."""
+        """Let the neighbour work for this long, in alternation with calls to the other node."""
         times = Times([], [], [])
         start = began = time.monotonic()
         while began < start + seconds:
@@ -181,7 +181,7 @@ class Beside:
 
     @contextmanager
     def attack(self, name: str, seconds: float, **told: Any) -> Iterator[dict[str, Any]]:
-        """Run an attack for so long beside what is done here; what it did is there at the end."""
+        """Run an attack for this long beside the `with` block; the result is complete at its end."""
         did: dict[str, Any] = {}
         source = f"127.0.0.{ATTACKERS[self._attacks % len(ATTACKERS)]}"
         self._attacks += 1
@@ -215,13 +215,13 @@ class Beside:
             pass
 
     def _end_attackers(self) -> None:
-        """End them, and the attack that is under way: they are a group of their own."""
+        """End the attack, which is a process group of its own."""
         with suppress(ProcessLookupError):
             os.killpg(self._attackers.pid, signal.SIGKILL)
         self._attackers.wait()
 
     def endure(self, name: str, **told: Any) -> tuple[Times, Times, dict[str, Any]]:
-        """The neighbour alone, then beside an attack that has begun; no error may reach it at any time."""
+        """Measure the neighbour alone, then beside an attack; it must never get an error."""
         alone = self._alone_before()
         descriptors, beyond = self.descriptors(), self.memory_beyond_elsewhere()
         first, under, did = self._under(name, **told)
@@ -237,7 +237,7 @@ class Beside:
         return alone, under, did
 
     def _under(self, name: str, **told: Any) -> tuple[Times, Times, dict[str, Any]]:
-        """The neighbour in the first moments of an attack, and then; and what the attack did."""
+        """The neighbour's times in the first moments of an attack and later, and the attack's report."""
         with self.attack(name, self.seconds + FIRST_S, **told) as did:
             first = self.times(FIRST_S)
             under = self.times(self.seconds)
@@ -246,28 +246,28 @@ class Beside:
         return first, under, did
 
     def _alone_before(self) -> Times:
-        """As it was alone, if that is not long ago, and the neighbour does the same now."""
+        """The neighbour's times alone, measured again if they are old."""
         if self._alone is None or time.monotonic() - self._alone[0] > ALONE_LASTS_S:
             self._alone = time.monotonic(), self.times(ALONE_S)
         return self._alone[1]
 
     def begin(self, work: Work, seconds: float) -> Self:
-        """Let both do this from now on, and each attack last so long."""
+        """Set the work of the neighbour, and the duration of each attack."""
         self.seconds = seconds
         if work != self.work:
             self.work, self._alone = work, None
         return self
 
     def descriptors(self) -> int:
-        """How many the node has."""
+        """The node's number of descriptors."""
         return len(list(Path(f"/proc/{self.node.pid}/fd").iterdir()))
 
     def memory_bytes(self) -> int:
-        """What the node takes of the machine."""
+        """The node's memory."""
         return _memory_bytes(self.node)
 
     def memory_beyond_elsewhere(self) -> int:
-        """The same, less what the node takes that nobody attacks: both remember what the neighbour does."""
+        """The node's memory beyond that of the other node, which serves the same neighbour."""
         return _memory_bytes(self.node) - _memory_bytes(self._elsewhere)
 
     def audited(self) -> list[dict[str, Any]]:
@@ -290,7 +290,7 @@ def _memory_bytes(node: NodeProcess) -> int:
 
 
 def check_speed(alone: Times, under: Times) -> None:
-    """Fail if more than one call of a hundred took twice the p99 alone, beyond those elsewhere; say by how much."""
+    """Fail if over 1 % of the calls took twice the p99 alone, beyond those at the other node; print by how much."""
     usual = max(p99(alone.here + alone.elsewhere), NOISE_S)
     slow, elsewhere = (
         sum(one > SLOWER_MAX * usual for one in calls) for calls in (under.here, under.elsewhere)

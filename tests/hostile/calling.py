@@ -16,7 +16,7 @@ Told = dict[str, Any]
 
 
 def bearer(told: Told) -> tuple[tuple[str, str], ...]:
-    """What says whose a call is."""
+    """The metadata with the tenant's token."""
     token = told.get("token")
     return () if token is None else (("authorization", f"Bearer {token}"),)
 
@@ -27,7 +27,7 @@ def channel(told: Told, number: int = 0) -> grpc.Channel:
 
 
 def call_all(calls: Iterable[tuple[Any, Any]], told: Told, done: dict[str, int]) -> None:
-    """Make these calls, one after the other, and count how they end."""
+    """Make these calls one after the other, and count their statuses."""
     for call, request in calls:
         try:
             call(request, metadata=bearer(told), timeout=20)
@@ -38,7 +38,7 @@ def call_all(calls: Iterable[tuple[Any, Any]], told: Told, done: dict[str, int])
 
 
 def all_at_once(work: Callable[[str], None], names: list[str]) -> None:
-    """Work under each of these names, and wait for all."""
+    """Run the work once for each name, in parallel, and wait for all."""
     working = [threading.Thread(target=work, args=(name,)) for name in names]
     for one in working:
         one.start()

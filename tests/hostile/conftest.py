@@ -1,4 +1,4 @@
-"""Attacks take as long as configured, and their tests may, too; those of a module share a node."""
+"""Sets the attacks' durations and their tests' timeouts; the tests of a module share a node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def one_beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
-    """The node of a module, beside which its attacks come one by one."""
+    """The node of a module, attacked in one test after the other."""
     with Beside(tmp_path_factory.mktemp("beside")) as beside:
         yield beside
 
@@ -50,5 +50,5 @@ def putting(one_beside: Beside, request: pytest.FixtureRequest) -> Beside:
 
 @pytest.fixture(scope="module")
 def large_sessions(one_beside: Beside) -> None:
-    """The attacker has sessions as long as they may be."""
+    """Give the attacker sessions of the maximum length."""
     make_large_sessions({"port": one_beside.port, "token": "evil"})

@@ -1,4 +1,4 @@
-"""Floods of frames of HTTP/2 that are no calls, as programs of `tests.hostile.attacks`."""
+"""Floods of HTTP/2 frames that belong to no call, as programs of `tests.hostile.attacks`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FRAMES: dict[str, Callable[[], bytes]] = {
 
 
 def frames(told: Told, until: float, source: str) -> Told:
-    """Frames that say nothing, and a call now and then, by which a connection stays; what is answered is read."""
+    """Frames without content, and an occasional call that keeps the connection open; answers are read."""
     some = FRAMES[told["frame"]]()
     chunk = some * (_BYTES // len(some))
     links: dict[socket.socket, int] = {}
@@ -64,7 +64,7 @@ def frames(told: Told, until: float, source: str) -> Told:
 
 
 def continuations(told: Told, until: float, source: str) -> Told:
-    """Headers of a call that never end: one frame of them after the other, on ever new connections."""
+    """Headers of a call that never end: one CONTINUATION frame after the other, on new connections all the time."""
     begun = sent = 0
     part = h2.frame(_CONTINUATION, 0, 1, (b"\x00\x06x-more\x7f\x80\x7f" + b"y" * 255) * 60)
     while time.monotonic() < until:
@@ -79,7 +79,7 @@ def continuations(told: Told, until: float, source: str) -> Told:
 
 
 def table_bombs(told: Told, until: float, source: str) -> Told:
-    """Small headers that name a large one of the connection's table thousands of times."""
+    """Small headers that refer thousands of times to a large entry of the connection's table."""
     begun = calls = 0
     large = b"\x40\x05x-big\x7f\xa1\x1e" + b"z" * 4000
     while time.monotonic() < until:

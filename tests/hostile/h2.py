@@ -1,4 +1,4 @@
-"""Frames of HTTP/2 as an attacker sends them, who keeps to no rule that a client library would keep to.
+"""HTTP/2 frames of an attacker that breaks the rules that client libraries keep.
 
 It is what the tests need and no more: it reads nothing but what they look at, and does no flow control.
 """
@@ -42,7 +42,7 @@ def _text(text: str) -> bytes:
 
 
 def headers(stream: int, path: str, *more: tuple[str, str], ends: bool = False) -> bytes:
-    """The beginning of a call, without a table: each is the same bytes but for its number."""
+    """The headers of a call, without the dynamic table, so that only the stream's number differs."""
     block = b"\x83\x86\x04" + _text(path) + b"\x01" + _text("node")
     for name, value in (("content-type", "application/grpc"), ("te", "trailers"), *more):
         block += b"\x00" + _text(name) + _text(value)
@@ -50,38 +50,38 @@ def headers(stream: int, path: str, *more: tuple[str, str], ends: bool = False) 
 
 
 def reset(stream: int) -> bytes:
-    """The end of a call whose caller has lost interest."""
+    """RST_STREAM for a call."""
     return frame(_RESET, 0, stream, struct.pack(">I", 8))
 
 
 def data(stream: int, message: bytes, *, ends: bool = False) -> bytes:
-    """One message of gRPC."""
+    """A gRPC message."""
     body = b"\x00" + struct.pack(">I", len(message)) + message
     return frame(_DATA, _END_STREAM if ends else 0, stream, body)
 
 
 def half(length: int) -> bytes:
-    """The beginning of a message of gRPC, which has more bytes to come."""
+    """The beginning of a gRPC message."""
     return b"\x00" + struct.pack(">I", length)
 
 
 def more(stream: int, some: bytes) -> bytes:
-    """Bytes of a call."""
+    """More bytes of a call's message."""
     return frame(_DATA, 0, stream, some)
 
 
 def window(stream: int, size: int) -> bytes:
-    """Room for more bytes of a call; for those of all calls, with the number 0."""
+    """WINDOW_UPDATE for a call, or with the number 0 for the connection."""
     return frame(_WINDOW, 0, stream, struct.pack(">I", size))
 
 
 def no_windows() -> bytes:
-    """No room for a byte of any call."""
+    """SETTINGS with an initial window of 0."""
     return frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, 0))
 
 
 def answer_pings(link: socket.socket) -> None:
-    """Seem alive until the other side ends the connection, and take nothing else that it says."""
+    """Answer pings, and nothing else, until the other side closes the connection."""
     said = b""
     link.settimeout(None)
     with suppress(OSError):
@@ -94,7 +94,7 @@ def answer_pings(link: socket.socket) -> None:
 
 
 def connected(host: str, port: int, source: str = "127.0.0.1", timeout_s: float = 5.0) -> socket.socket:
-    """A connection of HTTP/2 from this address, whose greeting is said."""
+    """An HTTP/2 connection from this address, with its preface sent."""
     link = socket.create_connection((host, port), timeout_s, (source, 0))
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.sendall(PREFACE)
@@ -102,7 +102,7 @@ def connected(host: str, port: int, source: str = "127.0.0.1", timeout_s: float 
 
 
 class Answers:
-    """The received frames of one connection: ended calls, and how much more may be sent; nothing waits for it."""
+    """The received frames of one connection: ended calls, and how much more may be sent. It never blocks."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
@@ -115,7 +115,7 @@ class Answers:
         link.sendall(window(0, _WINDOW_MAX))
 
     def ended(self) -> list[int]:
-        """Which calls have ended since it was last asked; OSError once the other side has hung up."""
+        """The calls that have ended since the last call; OSError once the other side has closed the connection."""
         with suppress(BlockingIOError):
             came = self._link.recv(1 << 16)
             if not came:
@@ -138,7 +138,7 @@ class Answers:
 
 
 def goes_away(link: socket.socket, within_s: float) -> bool:
-    """Whether the other side ends the connection within this time; what else it says is passed over."""
+    """Whether the other side closes the connection within this time; its frames are ignored."""
     link.settimeout(within_s)
     try:
         while link.recv(1 << 16):

@@ -1,4 +1,4 @@
-"""Loops of calls that each are allowed, as programs of `tests.hostile.attacks`."""
+"""Loops of calls, each of them allowed, as programs of `tests.hostile.attacks`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _put_all(told: Told) -> None:
 
 
 def protects(told: Told, until: float, _: str) -> Told:
-    """Two loops that protect the longest session there may be, and give it free."""
+    """Two loops that protect the longest possible session, and end the protection."""
     stub, done = sessions_pb2_grpc.SessionsStub(channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
 
     def work(_: str) -> None:
@@ -64,7 +64,7 @@ def protects(told: Told, until: float, _: str) -> Told:
 
 
 def ends(told: Told, until: float, _: str) -> Told:
-    """Many forks of the longest session there may be, which all end at the same time."""
+    """Many forks of the longest possible session, which all expire at the same time."""
     stub, done = sessions_pb2_grpc.SessionsStub(channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
     while time.monotonic() < until:
         names = [sessions.SessionName(user=LARGE.user, session=f"end {one}") for one in range(32)]
@@ -80,7 +80,7 @@ def ends(told: Told, until: float, _: str) -> Told:
 
 
 def prefetches(told: Told, until: float, _: str) -> Told:
-    """Four loops that have the longest session there may be read into memory."""
+    """Four loops that prefetch the longest possible session."""
     stub, done = sessions_pb2_grpc.SessionsStub(channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
 
     def work(_: str) -> None:
@@ -144,7 +144,7 @@ def tiny_puts(told: Told, until: float, _: str) -> Told:
 
 
 def cancels(told: Told, until: float, _: str) -> Told:
-    """Calls of all kinds whose caller has lost interest at once, many at a time."""
+    """Calls of all kinds that are cancelled at once, many at a time."""
     link = channel(told)
     kv, of_blocks = kvstore_pb2_grpc.KvStoreStub(link), blocks_pb2_grpc.BlocksStub(link)  # type: ignore[no-untyped-call]
     of_sessions = sessions_pb2_grpc.SessionsStub(link)  # type: ignore[no-untyped-call]
@@ -175,14 +175,14 @@ def cancels(told: Told, until: float, _: str) -> Told:
 
 
 def watches(told: Told, until: float, _: str) -> Told:
-    """As many watches as the node accepts, none of which is read, while blocks are put and removed."""
+    """As many watches as the node accepts, never read, while blocks are put and removed."""
     stub = observing_pb2_grpc.ObservingStub(channel(told))  # type: ignore[no-untyped-call]
     held = [stub.Watch(observing.WatchRequest(), metadata=bearer(told)) for _ in range(16)]
     return deletes(told, until, "") | {"held": len(held)}
 
 
 def histories(told: Told, until: float, _: str) -> Told:
-    """Four loops that ask for the history of look-ups, which is as long as it may be."""
+    """Four loops that request the longest possible history of look-ups."""
     of_blocks = blocks_pb2_grpc.BlocksStub(channel(told))  # type: ignore[no-untyped-call]
     stub, done = lookups_pb2_grpc.LookupsStub(channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
     prefix = blocks.PrefixRequest(keys=_KEYS, fingerprint=bytes(16))
@@ -197,7 +197,7 @@ def histories(told: Told, until: float, _: str) -> Told:
 
 
 def erases(told: Told, until: float, _: str) -> Told:
-    """Four loops that erase a user without data, for whom all blocks of the tenant are examined."""
+    """Four loops that erase a user without data, which scans all blocks of the tenant."""
     _put_all(told)
     stub, done = erasing_pb2_grpc.ErasingStub(channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
 
@@ -210,7 +210,7 @@ def erases(told: Told, until: float, _: str) -> Told:
 
 
 def block_prefetches(told: Told, until: float, _: str) -> Told:
-    """Four loops that have a thousand blocks read into memory, where they are."""
+    """Four loops that prefetch a thousand blocks that are in memory already."""
     _put_all(told)
     stub, done = steps_pb2_grpc.StepsStub(channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
 
@@ -223,7 +223,7 @@ def block_prefetches(told: Told, until: float, _: str) -> Told:
 
 
 def questions(told: Told, until: float, _: str) -> Told:
-    """Four streams that each ask without end what messages there are."""
+    """Four streams that ask server reflection for messages, without a pause."""
     done = {"OK": 0}
     question = reflection_pb2.ServerReflectionRequest(file_containing_symbol="kvstore.v1.KvStore")
 
@@ -242,7 +242,7 @@ def questions(told: Told, until: float, _: str) -> Told:
 
 
 def pages(told: Told, until: float, source: str) -> Told:
-    """Twelve loops that ask for a page of the node's."""
+    """Twelve loops that request a page of the node."""
     done: dict[str, int] = {}
     head = f"GET {told['page']} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {told['token']}\r\n\r\n"
 

@@ -37,7 +37,7 @@ _TIMES = 32  # that a payload is written over
 
 
 def rewrite(told: Told, until: float, _: str) -> Told:
-    """Payloads that are written over, over the fabric, from their flag on; then they are got."""
+    """Payloads that are overwritten over the fabric after their flag; then they are got."""
     did = {"put": 0, "refused": 0, "hit": 0, "miss": 0, "over": 0}
     tags = count(1)
     with Client(f"127.0.0.1:{told['port']}", token=told["token"]) as client:
@@ -86,7 +86,7 @@ def rewrite(told: Told, until: float, _: str) -> Told:
 
 
 def fetches(told: Told, until: float, _: str) -> Told:
-    """Calls over the fabric, from many connections at a time: each asks for as many blocks as it may, which are not."""
+    """Calls over the fabric on many connections at a time, each for as many missing blocks as allowed."""
     done = {"calls": 0, "errors": 0}
 
     def work() -> None:
@@ -111,7 +111,7 @@ def fetches(told: Told, until: float, _: str) -> Told:
 
 
 def map_and_keep(kept: list[tuple[mmap.mmap, int]]) -> None:
-    """Keep a mapping of one's own, and a doorbell, of all slots that this process's clients map from now on."""
+    """Keep a mapping, and a doorbell, of all slots that clients of this process map from now on."""
     of_link = vars(links)["map_shared"]
 
     def keeping(told: pb.SharedMemory, puts: pb.PutArea) -> MappedMemory:
@@ -125,7 +125,7 @@ def map_and_keep(kept: list[tuple[mmap.mmap, int]]) -> None:
 
 
 class Unclosed:
-    """Slots whose mapping stays when their client closes them."""
+    """Slots whose mapping stays after their client has closed them."""
 
     def __init__(self, slots: Any) -> None:
         self._slots = slots
@@ -134,13 +134,13 @@ class Unclosed:
         return getattr(self._slots, name)
 
     def close(self) -> None:
-        """Close the descriptors alone."""
+        """Close the descriptors only."""
         os.close(self._slots.node_doorbell)
         os.close(self._slots.own_doorbell)
 
 
 def scribble(told: Told, until: float, _: str) -> Told:
-    """Heads, payloads, flags, words and rows of mapped slots, written over at any moment, also after the detach."""
+    """Heads, payloads, flags, words and rows of mapped slots, overwritten at any moment, also after the detach."""
     did = {"put": 0, "refused": 0, "attached": 0, "written": 0, "rung": 0}
     kept: list[tuple[mmap.mmap, int]] = []
     map_and_keep(kept)
@@ -183,7 +183,7 @@ def scribble(told: Told, until: float, _: str) -> Told:
 
 
 def ring(told: Told, until: float, _: str) -> Told:
-    """A doorbell that is rung endlessly, and another one, never read, that is full."""
+    """A doorbell that is rung without end, and one that is full and never read."""
     kept: list[tuple[mmap.mmap, int]] = []
     map_and_keep(kept)
     with Client(f"127.0.0.1:{told['port']}", token=told["token"]) as client:

@@ -1,4 +1,4 @@
-"""Attacks with sessions as long as they may be, as programs of `tests.hostile.attacks`."""
+"""Attacks with sessions of the maximum length, as programs of `tests.hostile.attacks`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LARGE = sessions.SessionName(user="u", session="s")
 
 
 def make_large_sessions(told: Told) -> None:
-    """Make one session that is as long as one may be, and 64 that have its first thousand turns."""
+    """Make one session of the maximum length, and 64 with its first thousand turns."""
     with Client(f"127.0.0.1:{told['port']}", token=told["token"]) as client:
         keys = [os.urandom(32) for _ in range(128)]
         client.put_many_inline((key, key) for key in keys)
@@ -65,7 +65,7 @@ def lists(told: Told, until: float, _: str) -> Told:
 
 
 def forks(told: Told, until: float, _: str) -> Told:
-    """Two loops that fork the longest session there may be, cut the fork and remove it."""
+    """Two loops that fork the longest possible session, truncate the fork and remove it."""
     stub, done = sessions_pb2_grpc.SessionsStub(channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
 
     def work(session: str) -> None:
@@ -86,7 +86,7 @@ def forks(told: Told, until: float, _: str) -> Told:
 
 
 def appends(told: Told, until: float, _: str) -> Told:
-    """Two loops that append as many blocks as a session may have to one in a single turn, and remove it."""
+    """Two loops that append the maximum number of blocks in a single turn, and remove the session."""
     stub, done = sessions_pb2_grpc.SessionsStub(channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
     whole = stub.GetSession(
         sessions.GetSessionRequest(name=LARGE, blocks=SESSION_BLOCKS_MAX), metadata=bearer(told)
@@ -108,7 +108,7 @@ def appends(told: Told, until: float, _: str) -> Told:
 
 
 def stored(told: Told, until: float, _: str) -> Told:
-    """Four loops that ask for all keys of the longest session there may be, as a resume of it does."""
+    """Four loops that request all keys of the longest possible session, as a resume does."""
     stub, done = sessions_pb2_grpc.SessionsStub(channel(told)), dict[str, int]()  # type: ignore[no-untyped-call]
     ask = sessions.GetSessionRequest(name=LARGE, blocks=SESSION_BLOCKS_MAX)
 

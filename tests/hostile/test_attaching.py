@@ -1,4 +1,4 @@
-"""Connections over the fabric, their leases and their calls, in loops: each is allowed, and no neighbour minds."""
+"""Loops of connections, leases and calls over the fabric: each is allowed, and no neighbour is affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each attack that once hurt a neighbour, beside one: with one tenant's token, or with none."""
+"""The attacks that once affected a neighbour, with one tenant's token or with none."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_taking_all_places_or_all_memory_leaves_others_theirs(beside: Beside, na
 def asked_for_health(
     beside: Beside, attack: Callable[[], tuple[Times, Times, Any]]
 ) -> tuple[Times, Times, Any]:
-    """A supervisor's probe waits for a second; it asks all the time, and 99 of 100 answers come in that."""
+    """Health checks with a timeout of a second, without a pause; 99 % must be answered in time."""
     stop, took = threading.Event(), list[float]()
 
     def probe() -> None:

@@ -1,4 +1,4 @@
-"""What holds whatever the machine's speed: these may run beside the others."""
+"""Checks that don't depend on the machine's speed: they may run beside other tests."""
 
 from __future__ import annotations
 

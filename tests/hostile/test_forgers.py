@@ -1,4 +1,4 @@
-"""A forger with a connection's true keys of memory: nothing it writes is believed, and no neighbour notices."""
+"""A forger with a connection's valid memory keys: nothing that it writes is accepted, and no neighbour is affected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FORGED = (1).to_bytes(32, "little")  # the key in what head_of makes
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[pb.AttachResponse]:
-    """What clients are told when they attach."""
+    """The answers that clients get when they attach."""
     heard: list[pb.AttachResponse] = []
     first_answer = Link._first_answer
 
@@ -69,7 +69,7 @@ Written = list[tuple[int, int, str]]  # where, by which key, and what, in hex
 
 
 def writes(link: Link, puts: pb.PutArea, stolen: bytes, *, idle: bool) -> tuple[Written, Written]:
-    """Puts, calls and words as without a seal, for the node and for its client, in idle places or in all."""
+    """Unsealed puts, calls and words for the node and for its client, in idle places or in all."""
     assert link.calls is not None
     to_node: Written = []
     to_client: Written = []
@@ -95,7 +95,7 @@ def writes(link: Link, puts: pb.PutArea, stolen: bytes, *, idle: bool) -> tuple[
 
 
 class _InThread(ABC):
-    """Does `_work` in a thread of its own, until it is left."""
+    """Runs `_work` in a thread of its own, until the `with` block ends."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -104,7 +104,7 @@ class _InThread(ABC):
 
     @abstractmethod
     def _work(self) -> None:
-        """Until `_stop` is set."""
+        """Work until `_stop` is set."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -116,7 +116,7 @@ class _InThread(ABC):
 
 
 class Working(_InThread):
-    """Puts and gets, one at a time, each checked: acknowledged blocks are there with their own bytes."""
+    """Puts and gets blocks one by one; each acknowledged block must come back exact."""
 
     def __init__(self, client: Client) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Working(_InThread):
         self.wrong: list[str] = []
 
     def one(self) -> bytes:
-        """A block that is stored, and got."""
+        """Put one block and get it."""
         key = block_key(b"victim", self.done.to_bytes(8, "little"))
         sent = (key * (LENGTH // 32 + 1))[:LENGTH]
         self._memory[:LENGTH] = sent
@@ -154,7 +154,7 @@ class Working(_InThread):
 
 
 def foreign_words(beside: Beside) -> float:
-    """How many words the node has received from anybody but the peer that should send them."""
+    """The number of words that the node received from other senders than the right peer."""
     request = urllib.request.Request(
         f"http://127.0.0.1:{beside.http_port}/metrics", headers={"Authorization": "Bearer evil"}
     )
@@ -228,7 +228,7 @@ def test_memory_keys_of_another_client_are_refused(
 
 
 class Stranger:
-    """A fabric at an address of its own that writes to whatever endpoint it can reach."""
+    """A fabric with its own address that writes to any endpoint that it can reach."""
 
     def __init__(self, address: str) -> None:
         self._fabric = Fabric("net", address=address)
@@ -236,7 +236,7 @@ class Stranger:
         self._region = self._fabric.register(self._memory, remote_write=False)
 
     def write(self, node: bytes, target: int, key: int) -> bool:
-        """Write 64 bytes; whether the provider says within a second that they are there."""
+        """Write 64 bytes; returns whether the provider confirms them within a second."""
         endpoint, peer = self._fabric.open_endpoint(), self._fabric.add_peer(SocketAddress.of(node).packed(4))
         self._memory[: len(MARK)] = MARK
         put = TriggeredPut(1, endpoint, peer, self._region, self._region.address, len(MARK), target, key)
@@ -270,7 +270,7 @@ def test_a_stranger_can_write_where_nothing_prevents_it() -> None:
 
 
 class Slots:
-    """The slots that a client was granted, in the node's memory, as it has them mapped itself."""
+    """The slots granted to a client, mapped by the client itself."""
 
     def __init__(self, client: Client, puts: pb.PutArea) -> None:
         link = client._core.link
@@ -281,7 +281,7 @@ class Slots:
         self._memory, self._at = link.mapped.slots.memory, self.target - puts.flags
 
     def has_changed(self) -> bool:
-        """Whether the mark is there; it is taken away again."""
+        """Whether the mark is there; it is erased again."""
         here = slice(self._at, self._at + len(MARK))
         found = self._memory[here] == MARK
         self._memory[here] = bytes(len(MARK))
@@ -311,7 +311,7 @@ def test_a_valid_key_of_memory_works_only_for_its_own_client(
             return whose.has_changed() or ended_well
 
         def lands_at_theirs(into: Slots, within_s: float) -> bool:
-            """Over the other tenant's own connection."""
+            """Whether a write over the other tenant's own connection lands."""
             link, tag = theirs.link, evil._core.next_tags()
             written = (region.address, len(MARK), into.target, into.key)
             arm(evil.fabric, [TriggeredPut(tag, link.endpoint, link.peer, region, *written)])

@@ -1,4 +1,4 @@
-"""Sessions as long as they may be, in loops, beside a well-behaved neighbour."""
+"""Loops over sessions of the maximum length, beside a well-behaved neighbour."""
 
 from __future__ import annotations
 

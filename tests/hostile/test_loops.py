@@ -1,4 +1,4 @@
-"""Floods of frames, and loops of calls that each are allowed, beside a well-behaved neighbour."""
+"""Floods of frames, and loops of allowed calls, beside a well-behaved neighbour."""
 
 from __future__ import annotations
 

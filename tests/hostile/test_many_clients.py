@@ -1,4 +1,4 @@
-"""A thousand clients of one node: each takes a descriptor or two and no memory to speak of, until it puts."""
+"""A thousand clients of one node: each costs a descriptor or two, and hardly any memory until it puts."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def all_is_well(putting: Beside) -> bool:
-    """What the neighbour put last is there, and another client of its own may come."""
+    """The neighbour's last puts are stored, and another client of its tenant can attach."""
     with small_client(putting.node.target, token="good") as late:
         late.put_inline(b"l" * 32, b"late" * 1024)
         return all(isinstance(one, Stored) for one in late.exists([*putting.put, b"l" * 32]))

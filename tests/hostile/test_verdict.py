@@ -1,4 +1,4 @@
-"""What counts as too slow, on made-up times: the attacks' tests are no better than this."""
+"""The threshold for "too slow", on invented times; the attacks' tests depend on it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Network namespaces as hosts: what `deploy/` has a node run with, between machines, behind firewalls; and vLLM."""
+"""Network namespaces as hosts: the commands of `deploy/` between machines, behind firewalls; and vLLM."""

@@ -1,4 +1,4 @@
-"""A client on a host, of a node or a cluster, told what to do by lines of JSON and answering with lines of JSON."""
+"""A client of a node or a cluster, on a host; it takes commands and answers in lines of JSON."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Caller:
         return [_bytes_of(f"{name} {i}", self._length) for i in range(count)]
 
     def put(self, name: str, count: int, timeout_s: float = 20.0) -> object:
-        """Put blocks by the flag, and wait until they are written; for each WRITTEN, or the kind of error."""
+        """Put blocks by the flag, and wait until they are written; returns WRITTEN or the kind of error for each."""
         self._memory[: count * self._length] = b"".join(self._expected(name, count))
         self._flags[0].store(0)
         puts = self._client.arm(self._blocks(name, count), self._flags[0])
@@ -72,7 +72,7 @@ class Caller:
         ]
 
     def get(self, name: str, count: int, timeout_s: float = 20.0) -> object:
-        """Get blocks; for each `exact`, or why not."""
+        """Get blocks; returns `exact` or the reason for each."""
         self._memory[:] = bytes(len(self._memory))
         found = self._client.get(self._blocks(name, count), timeout_s=timeout_s)
         told = []
@@ -87,15 +87,15 @@ class Caller:
         return {one.node: one.zone for one in self._client.nodes.map.members}
 
     def owners(self, name: str, count: int) -> object:
-        """The nodes that keep each block."""
+        """The owners of each block."""
         return [self._client.owners(key) for key in self._keys(name, count)]
 
     def status(self) -> object:
-        """How many clients the node has, over gRPC alone."""
+        """The node's number of clients, by gRPC."""
         return self._client.status().connections
 
     def inline(self, name: str) -> object:
-        """A block over gRPC, there and back."""
+        """Put a block over gRPC, and get it."""
         key = block_key(name.encode())
         self._client.put_inline(key, name.encode())
         got = self._client.get_inline(key, len(name))
@@ -103,7 +103,7 @@ class Caller:
 
 
 def main() -> None:
-    """Answer each line."""
+    """Execute each line of standard input, and print its answer."""
     caller = Caller(json.loads(sys.argv[1]))
     print(json.dumps("here"), flush=True)  # noqa: T201 - the test reads it
     for line in sys.stdin:

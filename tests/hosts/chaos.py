@@ -73,7 +73,7 @@ class Etcd:
 
 
 class Node:
-    """One node of ours, on its host, with its folder for all its lives."""
+    """One node on its host, with the same folder after each restart."""
 
     def __init__(self, host: Host, etcd: str, clock: Path) -> None:
         self.host, self._etcd, self._clock = host, etcd, clock
@@ -113,7 +113,7 @@ class Worker:
 
 
 class Chaos:
-    """All hosts of one world."""
+    """All hosts of one run."""
 
     def __init__(
         self, network: Network, seed: int, nodes: int, make_secrets: Callable[[Path, str], None]
@@ -160,7 +160,7 @@ class Chaos:
         ]
 
     def settled(self) -> None:
-        """Each client reaches each node, and has all of them on its map."""
+        """Wait until each client reaches every node, and has all of them on its map."""
         for worker in self.workers:
             assert worker.ask("pause") == "pause"
         for worker in self.workers:
@@ -171,7 +171,7 @@ class Chaos:
             assert worker.ask("go on") == "go on"
 
     def harm(self, kind: str | None = None) -> str:
-        """Harm something for a while, and mend it; what it was."""
+        """Inject a failure for a while, and repair it; returns its description."""
         name = kind or self.dice.choice(KINDS)
         while_s = self.dice.choice([0.3, 2.0, 4.0, 8.0])
         getattr(self, f"_{name}")(while_s)
@@ -179,7 +179,7 @@ class Chaos:
         return f"{name} {while_s} s"
 
     def finish(self) -> None:
-        """Fill a drive, or lose a node, and then read all that was acknowledged or deleted."""
+        """Fill a drive or lose a node, and then read everything acknowledged or deleted."""
         if self.dice.random() < 0.5:
             self.drive_filled()
         else:
@@ -218,7 +218,7 @@ class Chaos:
         node.process.signal(signal.SIGCONT)
 
     def _node_left(self, while_s: float) -> None:
-        """It is stopped in order, and is back."""
+        """Stop a node in order, and start it again."""
         node = self.dice.choice(self.nodes)
         node.process.end()
         time.sleep(while_s)
@@ -233,7 +233,7 @@ class Chaos:
     def _cut(
         self, host: Host, while_s: float, *, ins: Iterable[Host] = (), outs: Iterable[Host] = ()
     ) -> None:
-        """Drop what comes to a host from these, and what goes from it to those."""
+        """Drop packets to a host from some hosts, and from it to others."""
         rules = {
             "input": [f"ip saddr {one.ipv4} drop" for one in ins],
             "output": [f"ip daddr {one.ipv4} drop" for one in outs],
@@ -304,12 +304,12 @@ class Chaos:
             member.process.signal(signal.SIGCONT)
 
     def _clock_wrong(self, while_s: float) -> None:
-        """By an hour, and stays so until the next time."""
+        """Set a node's clock an hour off, until the next time."""
         self.dice.choice(self.nodes).set_clock(self.dice.choice([-3600, 0, 3600]))
         time.sleep(while_s)
 
     def _node_replaced(self, _: float) -> None:
-        """It is drained, stopped, and comes back with an empty folder; if it says that it can't give all, it stays."""
+        """Drain a node, and restart it with an empty folder; if the drain is incomplete, it stays."""
         node = self.dice.choice(self.nodes)
         may_go = self._told("drain", node)
         if may_go:
@@ -319,7 +319,7 @@ class Chaos:
             assert self._told("join", node)
 
     def _node_joined(self, while_s: float) -> None:
-        """One more comes, with an empty folder; the next time it is drained and leaves."""
+        """Add a node with an empty folder; the next time, drain and remove it."""
         if self._joined is None:
             self._joined = Node(self._one_more, self._endpoints, self._clock)
         elif self._joined not in self.nodes:
@@ -342,7 +342,7 @@ class Chaos:
         return status == Status.DONE
 
     def drive_filled(self) -> None:
-        """One node's drive is filled: what it had has to go, and is on another node."""
+        """Fill one node's drive: its blocks are evicted there, and are on other nodes."""
         assert self.workers[0].ask(f"fill {self.dice.choice(self.nodes).target}") == "full"
         self.settled()
 

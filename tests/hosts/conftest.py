@@ -29,7 +29,7 @@ DRIVE_BYTES = 256 * MIB
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Nothing here runs outside the sandbox: it would make namespaces on the machine itself."""
+    """Skip everything outside of the sandbox: these tests would make namespaces on the machine itself."""
     if os.environ.get("TRIGGERKV_HOSTS") != "1":
         reason = "needs network namespaces of its own: make test-hosts"
         for item in items:
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def make_secrets(folder: Path, names: str) -> None:
-    """As docs/security.md shows: an authority, a certificate of the node, a tenant with a token."""
+    """Make the files of docs/security.md: an authority, a node's certificate, a tenant with a token."""
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
     ca, ca_key = folder / "ca.crt", folder / "ca.key"
     crt, key = folder / "tls.crt", folder / "tls.key"
@@ -55,7 +55,7 @@ def make_secrets(folder: Path, names: str) -> None:
 
 
 class Site:
-    """All hosts, and what is asked of them most."""
+    """All hosts, and what tests need most often."""
 
     def __init__(self, folder: Path, mtu: int) -> None:
         self.network = Network(folder, mtu)
@@ -76,14 +76,14 @@ class Site:
             pass
 
     def start_node(self, words: Sequence[str], *, ready: bool = True) -> Process:
-        """Run a node by this command; by default until it says that it is ready."""
+        """Run a node by this command; by default, wait until it is ready."""
         process = self.node.start(*words)
         if ready:
             assert process.line(START_S).startswith("ready ")
         return process
 
     def caller(self, host: Host, target: str, **settings: object) -> Caller:
-        """A client on a host, with the CA and the tenant's token unless the settings say otherwise."""
+        """A client on a host, with the CA and the tenant's token unless `settings` has others."""
         over_tls = {"ca": CA, "token_file": TOKEN}
         told = {"target": target, **over_tls, **settings}
         process = host.python(
@@ -92,7 +92,7 @@ class Site:
         return Caller(process)
 
     def ask(self, url: str, *more: str) -> tuple[int, str]:
-        """Ask for a page from the monitoring host."""
+        """Request a page from the monitoring host."""
         process = self.monitor.python("tests.hosts.monitor", url, CA, *more)
         status, text = json.loads(process.line(ANSWER_S))
         process.end()
@@ -107,21 +107,21 @@ class Caller:
         assert json.loads(process.line(START_S)) == "here"
 
     def begin(self, *words: object) -> None:
-        """Have it do something, and don't wait."""
+        """Start an action without waiting for its result."""
         self._process.tell(json.dumps(words))
 
     def end(self, within_s: float = ANSWER_S) -> tuple[Any, float]:
-        """What came of it, and after how many seconds."""
+        """The result of the action, and its duration in seconds."""
         answer, took_s = json.loads(self._process.line(within_s))
         return answer, took_s
 
     def __call__(self, *words: object) -> Any:
-        """Have it do something; what comes of it."""
+        """Run an action; returns its result."""
         self.begin(*words)
         return self.end()[0]
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.end()
 
 

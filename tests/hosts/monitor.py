@@ -1,4 +1,4 @@
-"""A monitoring host: asks one page over TLS, and prints its status and its first bytes as JSON."""
+"""A monitoring host: requests one page over TLS, and prints its status and its first bytes as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WAIT_S = 10.0
 
 
 def main() -> None:
-    """Ask for the page that was named; with the token's file if one was."""
+    """Request the page that was named, with the token of a file if one was given."""
     url, authorities, *token_file = sys.argv[1:]
     headers = {"Authorization": f"Bearer {Path(token_file[0]).read_text().strip()}"} if token_file else {}
     request = urllib.request.Request(url, headers=headers)

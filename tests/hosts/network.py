@@ -98,7 +98,7 @@ class Process:
         return said.rstrip("\n")
 
     def wait(self, within_s: float = _RUN_S) -> int:
-        """Its exit status, once it has ended by itself."""
+        """Wait for its end; returns its exit status."""
         return self._process.wait(within_s)
 
     def signal(self, number: signal.Signals) -> None:
@@ -106,7 +106,7 @@ class Process:
         self._process.send_signal(number)
 
     def end(self, *, kill: bool = False) -> int:
-        """End it, by its id."""
+        """End the process."""
         if kill:
             self._process.kill()
         else:
@@ -142,7 +142,7 @@ class Host:
 
     @property
     def plug(self) -> str:
-        """Its end of the wire at the bridge."""
+        """Its end of the cable, at the bridge."""
         return f"to-{self.name}"
 
     def ip(self, *words: str) -> str:
@@ -150,20 +150,20 @@ class Host:
         return run("ip", "-n", self.name, *words)
 
     def give(self, address: str) -> None:
-        """Give it an address, at once: none is asked whether they have it."""
+        """Add an address, at once and without duplicate address detection."""
         self.ip("address", "add", address, "dev", "eth0", *(("nodad",) if ":" in address else ()))
 
     def sent_bytes(self) -> int:
-        """How much the wire has brought to it."""
+        """The number of bytes sent to it over the wire."""
         told = json.loads(run("ip", "-j", "-s", "link", "show", self.plug))
         return int(told[0]["stats64"]["tx"]["bytes"])
 
     def unplug(self) -> None:
-        """Take it off the wire: what it sends gets nowhere, and nobody is told."""
+        """Disconnect it: its packets are lost without an error."""
         run("ip", "link", "set", self.plug, "down")
 
     def plug_in(self) -> None:
-        """Put it back."""
+        """Reconnect it."""
         run("ip", "link", "set", self.plug, "up")
 
     def firewall(self, allowed: str = "", *, lossy_per_mille: int = 0, cut: str = "") -> None:
@@ -193,7 +193,7 @@ class Host:
         )
 
     def start(self, *words: str, environment: dict[str, str] | None = None) -> Process:
-        """Run something on it."""
+        """Start a process on it."""
         own = (
             "unshare",
             "--mount",
@@ -215,11 +215,11 @@ class Host:
         return self.start(sys.executable, "-m", module, *words)
 
     def log(self) -> str:
-        """What its processes have said on standard error."""
+        """The standard error of its processes."""
         return (self.folder / "log").read_text()
 
     def remove(self) -> None:
-        """End its processes, and take it away."""
+        """End its processes, and delete it."""
         for process in self._processes:
             process.end(kill=True)
         run("ip", "link", "delete", self.plug)  # the kernel takes its time over a namespace's own
@@ -241,19 +241,19 @@ class Network:
         return self.hosts[name]
 
     def names(self, **addresses: str) -> None:
-        """Say what names stand for, on all hosts; the file stays the one that they have open."""
+        """Set the addresses of names on all hosts, in the file that their processes have open."""
         lines = [f"{address} {name}\n" for name, all_of in addresses.items() for address in all_of.split()]
         (self.folder / "hosts").write_text("127.0.0.1 localhost\n::1 localhost\n" + "".join(lines))
 
     def close(self) -> None:
-        """Take everything away, by name."""
+        """Delete all hosts and the bridge."""
         for host in self.hosts.values():
             host.remove()
         run("ip", "link", "delete", _BRIDGE)
 
 
 def until(what: str, within_s: float, happened: object) -> float:
-    """Wait until something has happened; after how many seconds it had."""
+    """Wait until a condition holds; returns after how many seconds."""
     began = time.monotonic()
     assert callable(happened)
     while not happened():

@@ -24,7 +24,7 @@ _FRAME_BYTES = 1 << 16
 
 
 def as_on_a_real_wire(link: str) -> None:
-    """Have the kernel hand whole frames of the link's size, with checksums, to this link; run where the link is."""
+    """Turn off offloading on this link, so that whole frames with checksums arrive; run on the link's host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for command in (*_OFFLOADS, _GRO):
             value = bytearray(struct.pack("II", command, 0))
@@ -37,7 +37,7 @@ def _address_of(memory: bytearray) -> int:
 
 
 def relay(first: str, second: str, delay_s: float) -> None:
-    """Hand frames on in both directions until the process is ended."""
+    """Forward frames in both directions until the process is ended."""
     ends = []
     for link in (first, second):
         end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL))

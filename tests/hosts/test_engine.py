@@ -37,7 +37,7 @@ TOKENS, BLOCK = 700, 32
 
 
 class Engine:
-    """vLLM on a host, with our connector, told and heard as `tests.engines.child` is."""
+    """vLLM on a host, with our connector, controlled through `tests.engines.child`."""
 
     def __init__(self, host: Host, model: Path, extra: Mapping[str, str]) -> None:
         transfer = {
@@ -63,7 +63,7 @@ class Engine:
         return json.loads(self._process.line(ENGINE_S))
 
     def say(self, prompt: list[int]) -> tuple[list[int], int]:
-        """What comes after a prompt, and how many tokens of this were not computed."""
+        """The answer to a prompt, and how many of the prompt's tokens were not computed."""
         said = self._ask(do="say", prompts=[prompt], tokens=24)
         return said["answers"][0], said["cached"]
 
@@ -72,20 +72,20 @@ class Engine:
         return float(self._ask(do="counts")[f"vllm:triggerkv_{name}"])
 
     def say_until_stored(self, blocks: int) -> None:
-        """Wait until as many are acknowledged; vLLM hears of it in a step, so it is given some to do."""
+        """Generate until this many blocks are acknowledged, which vLLM learns only during a step."""
         within = time.monotonic() + STORED_S
         while self.count("stored_blocks") < blocks:
             assert time.monotonic() < within, "The blocks were not stored."
             self.say([7])
 
     def end(self) -> None:
-        """End its process, and with it all that it has in memory."""
+        """End the process."""
         self._process.end(kill=True)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made by the engines' Python, which alone has torch."""
+    """A model made by the engines' Python, the one with torch."""
     folder = tmp_path_factory.mktemp("model") / "llama"
     make = "import sys, pathlib; from tests.engines.model import make_llama; make_llama(pathlib.Path(sys.argv[1]))"
     subprocess.run([PYTHON, "-c", make, str(folder)], cwd=ROOT, check=True, timeout=MODEL_S)

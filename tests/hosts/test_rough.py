@@ -1,4 +1,4 @@
-"""Wires that lose, delay or are cut; firewalls that are closed; nodes that move; clients that claim to be elsewhere."""
+"""Wires with loss, delay or cuts; closed firewalls; nodes that move; clients with false addresses."""
 
 from __future__ import annotations
 

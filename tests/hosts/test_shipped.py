@@ -1,4 +1,4 @@
-"""What `deploy/` has a node run with, unchanged, moves blocks between hosts, through firewalls that open its ports."""
+"""The commands of `deploy/`, unchanged, move blocks between hosts, through firewalls that open their ports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def accepting(ranges: str) -> str:
 
 
 def firewall_of(name: str) -> str:
-    """The rules that open what this file of deploy/ says is to be open."""
+    """Firewall rules that open the ports named by this file of deploy/."""
     if name == "container":
         return accepting(re.findall(r"^EXPOSE (.*)$", CONTAINERFILE, re.MULTILINE)[0])
     return (DEPLOY / "nftables" / "kvstore.nft").read_text()

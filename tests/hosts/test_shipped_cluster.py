@@ -1,4 +1,4 @@
-"""Clusters as `deploy/` has them: by its commands and through its firewalls, blocks outlast the loss of a node."""
+"""Clusters by the commands of `deploy/`, through its firewalls: blocks survive the loss of a node."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def hosts(network: Network, kind: str) -> list[Host]:
 
 
 def give_secrets(to: Sequence[Host], names: Iterable[str]) -> None:
-    """To nodes and clients, as the heads of the files say; the certificate has these names."""
+    """Give nodes and clients the secrets named at the top of the files, with a certificate for these names."""
     made = to[0].folder / "secrets"
     make_secrets(made, ",".join(f"DNS:{name}" for name in names))
     (made / "secret").write_text(secrets.token_urlsafe(32) + "\n")
@@ -58,7 +58,7 @@ def give_secrets(to: Sequence[Host], names: Iterable[str]) -> None:
 
 
 def start(host: Host, words: Sequence[str]) -> Process:
-    """Run a node by its command, with less memory and smaller drives than machines for it have."""
+    """Run a node by its command, with less memory and smaller drives than in production."""
     words = ["--hot=256MiB" if word.startswith("--hot=") else word for word in words]
     data = host.folder / "data"
     (at,) = [host.folder / words[i + 1][1:] for i, word in enumerate(words) if word == "--data"]
@@ -78,7 +78,7 @@ def client(host: Host, node: str) -> Caller:
 
 
 def opened_by(policy: dict[str, Any], pods: dict[str, list[Host]]) -> str:
-    """The rules of a NetworkPolicy, by the pods that have each label."""
+    """The firewall rules of a NetworkPolicy, by the label of the pods."""
     rules = []
     for rule in policy["spec"]["ingress"]:
         callers = [
@@ -93,7 +93,7 @@ def opened_by(policy: dict[str, Any], pods: dict[str, list[Host]]) -> str:
 
 
 def outlasts_a_node(app: Caller, nodes: Sequence[Process], members: dict[str, str]) -> None:
-    """Blocks that were put through the cluster can all be got when the first node is killed."""
+    """All blocks put through the cluster are readable after the first node is killed."""
     until("that all nodes are members", JOINED_S, lambda: app("members") == members)
     name = secrets.token_hex(8)
     assert app("put", name, 8) == WRITTEN

@@ -37,7 +37,7 @@ def bytes_of(name: str, version: int) -> bytes:
 
 
 def value_of(name: str, data: bytes) -> str:
-    """Which version of a block these bytes are."""
+    """The version of a block with these bytes."""
     for version in range(VERSIONS):
         if data == bytes_of(name, version):
             return str(version)
@@ -84,7 +84,7 @@ class Worker:
         return ClusterBlock(block_key(name.encode()), self._kv, place * BYTES, BYTES)
 
     def step(self) -> None:
-        """One call, of many blocks perhaps."""
+        """Make one call, possibly of many blocks."""
         if self._dice.random() < 0.15:
             self._session_step(self._dice.choice(self._users))
             return
@@ -108,7 +108,7 @@ class Worker:
             self._get(sorted(set(names)))
 
     def _session_step(self, user: str) -> None:
-        """Append to a user's session, read or remove it: all workers do, at the same time."""
+        """Append to a user's session, read it or remove it; all workers do this at the same time."""
         chat, began_s, first = self._client.nodes.session(user, "chat"), time.monotonic(), None
         kind = self._dice.choice(
             [Kind.APPEND, Kind.APPEND, Kind.APPEND, Kind.RESUME, Kind.RESUME, Kind.DELETE]
@@ -136,7 +136,7 @@ class Worker:
         self._note(kind, user, value, began_s, end, first)
 
     def silent_sessions(self) -> int:
-        """How many users there are of whose session nobody says what it is."""
+        """The number of users whose session could not be read."""
         silent = 0
         for user in self._users:
             began_s = time.monotonic()
@@ -185,7 +185,7 @@ class Worker:
                 self._deleted[name] = versions[name]
 
     def _get(self, names: list[str]) -> int:
-        """How many of them say nothing."""
+        """Get blocks; returns how many gets had no answer."""
         began_s, nothing = time.monotonic(), 0
         found: list[bytes | Miss]
         if self._dice.random() < 0.5:
@@ -210,7 +210,7 @@ class Worker:
         return nothing
 
     def members(self) -> int:
-        """How many are on its map and answer it; none while some are absent."""
+        """The number of members on its map that answer; 0 while some are absent."""
         now, there = self._client.nodes.map, 0
         if now.absent:
             return 0
@@ -223,7 +223,7 @@ class Worker:
         return there
 
     def fill(self, node: str) -> str:
-        """Put to one node more than its drive has room for."""
+        """Put more to one node than its drive has room for."""
         data = bytes(1 << 20)
         pages = ((block_key(b"filler", at.to_bytes(4)), data) for at in range(FILLER_BLOCKS))
         results = self._client.nodes.at(node).put_many_inline(pages, timeout_s=60)
@@ -231,13 +231,13 @@ class Worker:
         return ", ".join(errors) or "full"
 
     def read_all(self) -> int:
-        """Get all that is stored or was deleted; how many gets said nothing."""
+        """Get everything stored or deleted; returns how many gets had no answer."""
         names = [*self._stored, *self._deleted]
         return sum(self._get(names[at : at + BATCH]) for at in range(0, len(names), BATCH))
 
 
 def main() -> None:
-    """Work; a line that is told asks for something meanwhile, `pause` and `go on` stop and go on with it."""
+    """Work, and answer each line of standard input; `pause` and `go on` stop and continue the work."""
     worker = Worker(json.loads(sys.argv[1]))
     print(json.dumps("here"), flush=True)  # noqa: T201 - the test reads it
     works = True

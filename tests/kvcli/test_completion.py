@@ -15,7 +15,7 @@ PARSERS = {"kvstore": kvstore.cli._parser, "kvsim": sim.cli._parser}
 
 
 def offered(name: str, *words: str) -> list[str]:
-    """What bash offers for the last of these words."""
+    """The words that bash offers for the last of these."""
     line = " ".join(f"'{word}'" for word in (name, *words))
     code = (
         f"{script(PARSERS[name](), 'bash')}\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}\n"

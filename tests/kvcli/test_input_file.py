@@ -1,4 +1,4 @@
-"""Files that options name: none is read without a bound, and one that can't be is refused in a sentence."""
+"""Files named by options: their size is bounded, and one that can't be read is an error in one sentence."""
 
 from __future__ import annotations
 

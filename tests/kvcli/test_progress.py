@@ -1,4 +1,4 @@
-"""The bar of what takes long: where it is shown, and what it says."""
+"""The progress bar: where it is shown, and its text."""
 
 from __future__ import annotations
 

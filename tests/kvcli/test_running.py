@@ -1,4 +1,4 @@
-"""How both commands end: the exit status says what kind of end it was, and no end is a traceback."""
+"""How both commands end: the right exit status, and never a traceback."""
 
 from __future__ import annotations
 

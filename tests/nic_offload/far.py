@@ -29,7 +29,7 @@ _PATIENCE_S = 5.0
 
 
 def slot_block(slot: int) -> bytes:
-    """What a far process puts into a slot: of a length and with bytes that follow from its number."""
+    """The bytes that a far process puts into a slot, made from its number."""
     rng = random.Random(slot)
     return rng.randbytes(rng.randrange(1, SLOT_BYTES))
 
@@ -49,7 +49,7 @@ def way_to(near: Side, said: dict[str, Any]) -> Way:
 
 
 class Far:
-    """The other process, seen from here."""
+    """The other process."""
 
     def __init__(self, provider: str, length: int) -> None:
         if provider == MEMORY:
@@ -70,7 +70,7 @@ class Far:
         self.process.stdin.flush()
 
     def stop(self) -> None:
-        """It stands still, all of its threads, when this returns."""
+        """Stop all threads of the process."""
         self._needs_more_than_shm()
         os.kill(self.process.pid, signal.SIGSTOP)
         os.waitpid(self.process.pid, os.WUNTRACED)
@@ -79,7 +79,7 @@ class Far:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, at whatever it is doing."""
+        """Send SIGKILL."""
         self._needs_more_than_shm()
         self._end()
 
@@ -109,7 +109,7 @@ class Far:
 
 
 def _ended(side: Side, tag: int) -> bool:
-    """Wait for a put's end. On shm there is none once the target is closed: nobody takes what is sent there."""
+    """Wait for a put's end; on shm there is none once the target is closed."""
     with contextlib.suppress(AssertionError):
         side.final(tag, _PATIENCE_S)
         return True

@@ -55,7 +55,7 @@ def hit(table: Table, asked: Request) -> str | None:
 
 
 def table_of(*rules: Rule) -> Table:
-    """A table to which these were added, in this order."""
+    """A table with these rules, added in this order."""
     table = Table()
     for one in rules:
         table.add(one)
@@ -120,7 +120,7 @@ def five_matches(five: Fields, ours: Fields) -> bool:
 
 
 def matches(written: Fields, ours: Fields) -> bool:
-    """Whether a rule matches, field by field."""
+    """Whether a rule matches a request, field by field."""
     if any(field in written and written[field] != ours[field] for field in TEXTS):
         return False
     bind = written.get("bind")
@@ -137,7 +137,7 @@ def _five_rank(five: Fields) -> tuple[int, int, int]:
 
 
 def rank(written: Fields) -> tuple[int, tuple[int, int, int]]:
-    """How specific a rule is; tuples compare as documented."""
+    """The specificity of a rule; tuples compare as documented."""
     five = min(map(_five_rank, written["bind"])) if "bind" in written else _five_rank(written)
     return sum(field in written for field in TEXTS), five
 

@@ -31,7 +31,7 @@ def extent(key: int, generation: int = 1, *, node: str = "n1", length: int = 10,
 
 
 class Noting:
-    """A fetcher; tickets are numbers."""
+    """A fetcher that records its tickets, which are numbers."""
 
     def __init__(self) -> None:
         self.tickets: dict[int, tuple[User, tuple[Extent, ...]]] = {}
@@ -52,7 +52,7 @@ class Noting:
         self.cancelled.append(ticket)
 
     def asked(self) -> list[tuple[User, int]]:
-        """Users and keys of all tickets that are out, in order."""
+        """Users and keys of all open tickets, in order."""
         return [(user, int.from_bytes(one.key)) for user, extents in self.tickets.values() for one in extents]
 
 
@@ -68,7 +68,7 @@ class RequesterRig:
             self.requester.stored(user, extent(key, **more))
 
     def finish_all(self) -> None:
-        """Everything that is out comes."""
+        """Complete all open tickets."""
         for ticket in tuple(self.fetcher.tickets):
             del self.fetcher.tickets[ticket]
             self.requester.finished(ticket)

@@ -52,7 +52,7 @@ def needs_provider(provider: str) -> None:
 
 
 def needs_ends_of_their_own(provider: str) -> None:
-    """Skip a test that closes one of two ends, if both share one memory."""
+    """Skip a test that closes one of two ends, if both share their memory."""
     if provider == "shm":
         skip(
             "shm: ends in one process have one memory, so none may go first (two processes: test_processes.py)"
@@ -67,7 +67,7 @@ def skip(why: str) -> NoReturn:
 
 
 def open_fabric(provider: str, work_max: int = WORK_MAX, *, deferred_work: bool | None = None) -> Fabric:
-    """A fabric that stays on this machine."""
+    """A fabric that is reachable from this machine only."""
     return Fabric(provider, address="127.0.0.1", work_max=work_max, deferred_work=deferred_work)
 
 
@@ -93,7 +93,7 @@ def wait_until(condition: Callable[[], bool], what: str, seconds: float = WAIT_S
 
 
 def happens_more_often(happens: Callable[[], bool], share: float) -> bool:
-    """Whether something that is late on a busy machine happens clearly more often than in this share of all tries."""
+    """Whether something happens clearly more often than in this share of tries, in spite of a busy machine."""
     count = 0
     for tries in range(1, _TRIES_MAX + 1):
         count += happens()
@@ -153,12 +153,12 @@ class Side:
         return FlagWord(self.region.address + self.word_offset(index))
 
     def reap(self) -> None:
-        """Take what there is, without waiting."""
+        """Take the pending events, without waiting."""
         while batch := self.fabric.reap():
             self.events += batch
 
     def wait(self, condition: Callable[[], bool], what: str, seconds: float = WAIT_S) -> None:
-        """Take events until the condition holds."""
+        """Take events until a condition holds."""
         until = time.monotonic() + seconds
         self.reap()
         while not condition():
@@ -169,7 +169,7 @@ class Side:
             self.reap()
 
     def of(self, tag: int) -> list[Event]:
-        """All events so far of one put or watch."""
+        """All events of one put or watch so far."""
         return [event for event in self.events if event.tag == tag]
 
     def kinds(self, tag: int) -> list[EventKind]:
@@ -208,7 +208,7 @@ class Side:
 
 
 class Way:
-    """From one side's endpoint into memory of another."""
+    """The path from one side's endpoint into another side's memory."""
 
     def __init__(self, near: Side, address: bytes, base: int, key: int, length: int) -> None:
         self.near = near

@@ -17,7 +17,7 @@ TO_NODE, TO_CLIENT = bytes(range(16)), bytes(range(50, 66))
 
 
 class Spot(NamedTuple):
-    """A place in memory, as peers name it."""
+    """A place in memory, as seen by peers."""
 
     address: int
     key: int
@@ -61,12 +61,12 @@ def siphash(key: bytes, data: bytes) -> int:
 
 
 def word_of(key: bytes, spot: Spot, said: int) -> int:
-    """What is put for a word that says this: a flag's generation, or an acknowledgement's with its code."""
+    """The sealed word for a value: a flag's generation, or an acknowledgement with its code."""
     return siphash(key, struct.pack("<4Q", 1, *spot, said)) & ~0xFF | said & 0xFF
 
 
 def tag_of(key: bytes, spot: Spot, generation: int, data: bytes) -> bytes:
-    """Of a head with its metadata before it, a call, an answer."""
+    """The tag of a head with its metadata, a call, or an answer."""
     return siphash(key, struct.pack("<4Q", 2, *spot, generation) + data).to_bytes(8, "little")
 
 
@@ -85,12 +85,12 @@ class Forger:
         self._tags = itertools.count(1)
 
     def write(self, offset: int, data: bytes) -> None:
-        """Bytes into the side's memory; they are there when this returns."""
+        """Write bytes into the side's memory, and wait until they are there."""
         self._own.fill(0, data)
         self._end(self._way.put(next(self._tags), len(data), target=offset))
 
     def word(self, target: int, value: int) -> None:
-        """A word, wherever it is."""
+        """Write a word anywhere."""
         way = self._way
         self._end(
             TriggeredNotify(next(self._tags), way.endpoint, way.peer, target, way.key, value),
@@ -101,7 +101,6 @@ class Forger:
         self._own.final(operation.tag)
 
     def close(self) -> None:
-        """It gives up."""
         self._own.close()
 
     def __enter__(self) -> Self:

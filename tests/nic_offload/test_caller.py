@@ -1,4 +1,4 @@
-"""The caller: what it writes, where it puts it, when a place is free, and how calls wait for one."""
+"""The caller: what it writes and where, when a place is free, and how calls wait for one."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def fetch(
     answer_ms: float = 60_000,
     metadata: bytes | None = None,
 ) -> tuple[int, Group]:
-    """Make a call; what the core says of it, and its group."""
+    """Make a call; returns the core's code and the group."""
     return fetch_from(pair.near, caller, rows, tag, blocks_ms, answer_ms, metadata)
 
 
@@ -125,12 +125,12 @@ def answer(pair: Pair, place: int, generation: int, code: int = DONE) -> None:
 
 
 def numbered(number: int) -> list[wire.FetchRow]:
-    """One block, by which the call is known at the other side."""
+    """A block whose key identifies its call."""
     return [wire.FetchRow(number.to_bytes(32, "little"), 1000, 1, 100 + number, 0, 0)]
 
 
 def number_in(pair: Pair, place: int, generation: int) -> int:
-    """Which call is in a place over there; what came is whole."""
+    """The number of the call in a place of the peer, after checking the call."""
     start = wire.call_offset(place)
     length = wire.length_said(pair.far.bytes_at(start, wire.LENGTH_END))
     call, rows = wire.read_call(pair.far.bytes_at(start, length), generation)
@@ -139,7 +139,7 @@ def number_in(pair: Pair, place: int, generation: int) -> int:
 
 
 def fill(pair: Pair, caller: Caller) -> None:
-    """Calls 0 to 3 are in the places of these numbers."""
+    """Fill the places of these numbers with calls."""
     for number in range(PLACES):
         assert fetch(pair, caller, numbered(number), tag=TAG * (number + 1))[0] == 0
     wait_until(lambda: all(landed(pair, place) == GENERATION for place in range(PLACES)), "all places")

@@ -1,4 +1,4 @@
-"""CRC32C: ours, by instruction and by table, against another's and the standard's values."""
+"""CRC32C, by instruction and by table, against another implementation and the standard's values."""
 
 from __future__ import annotations
 

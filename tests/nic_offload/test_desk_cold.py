@@ -73,14 +73,14 @@ class ColdRig(ShelfRig):
     def record(
         self, number: int, page: int, generation: int = GENERATION, expires_ms: int = 0, length: int = LENGTH
     ) -> bytearray:
-        """A record of block `number` for this place, and what its payload is."""
+        """Make a record of block `number` for this place, and note its payload."""
         self.blocks[number] = bytes((number + at * 7) % 251 for at in range(length))
         return record_of(
             page * PAGE, generation, self.blocks[number], expires_ms, key=key_of(number), owner=OWNER
         )
 
     def on_drive(self, number: int, page: int, **fields: Any) -> None:
-        """A block that is only there."""
+        """Store a block on the drive only."""
         assert self.path is not None
         self.write(page, self.record(number, page, **fields))
         self.place(number, page)
@@ -92,7 +92,7 @@ class ColdRig(ShelfRig):
             file.write(data)
 
     def spoil(self, at: int) -> None:
-        """Change a bit of the drive."""
+        """Flip a bit of the drive."""
         assert self.path is not None
         with self.path.open("r+b") as file:
             file.seek(at)
@@ -104,14 +104,14 @@ class ColdRig(ShelfRig):
         assert os.write(self._writer, data) == len(data)
 
     def came(self, *numbers: int) -> None:
-        """Their bytes and words, and the word for the call, have come."""
+        """The blocks' bytes and words have arrived, and the word of the call."""
         for number in numbers:
             assert self.acked(number) == SERVED
             assert self.got(number * 8, len(self.blocks[number])) == self.blocks[number]
         wait_until(self.answered, "the answer")
 
     def told(self) -> Served:
-        """What the node is told of its call, after an event that says so."""
+        """The core's report of a call, after its event."""
         self.pair.far.wait(lambda: bool(self.pair.far.of(COLD)), "an event")
         assert [EventKind(one.kind) for one in self.pair.far.of(COLD)] == [EventKind.CAME]
         (served,) = self.served()
@@ -119,7 +119,7 @@ class ColdRig(ShelfRig):
         return served
 
     def unsent(self) -> dict[bytes, int]:
-        """The blocks that were left to the node, and why, and that nothing of them was sent."""
+        """The blocks left to the node, with the reasons; nothing of them was sent."""
         served = self.told()
         assert served.cold is not None
         self.pair.back.fence()

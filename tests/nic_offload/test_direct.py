@@ -1,4 +1,4 @@
-"""Gets without a call: what a client finds in the directory, what it must not, and what the node learns of it."""
+"""Gets without a call: what a client finds in the directory, what it must not find, and what the node learns."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Rig:
     def read(
         self, *numbers: int, direct: DirectReads | None = None, fingerprint: bytes = FINGERPRINT
     ) -> bool:
-        """Get whole blocks, one behind the other; whether that was done, with exactly their bytes."""
+        """Get whole blocks into adjacent memory; returns whether it worked, with exact bytes."""
         wanted, at = [], 0
         for number in numbers:
             length = len(self.blocks[number])

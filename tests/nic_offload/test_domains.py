@@ -25,7 +25,7 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 
 def lands(where: Side, whose: Side) -> bool:
-    """Whether a stranger's bytes land that go to this endpoint, with the other side's key."""
+    """Whether a stranger can write through this endpoint with the other side's key."""
     whose.fill(AT, bytes(len(MARK)))
     with Side(where.fabric.provider) as stranger:
         stranger.fill(0, MARK)

@@ -134,7 +134,7 @@ def test_landed_puts_stay_landed_and_others_fail(provider: str) -> None:
 
 
 def close_while_summing(provider: str) -> bool:
-    """Whether the endpoint was closed before all sums were made; what is promised holds either way."""
+    """Whether the endpoint was closed before all checksums were made; the promises hold either way."""
     length = 8 << 20
     with Pair(provider, length) as pair:
         far = pair.far

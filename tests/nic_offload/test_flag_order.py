@@ -1,4 +1,4 @@
-"""The flag arrives only after all of the bytes: looked for at the instant at which the flag is seen."""
+"""The flag arrives after all of the bytes: they are checked the instant the flag is seen."""
 
 from __future__ import annotations
 

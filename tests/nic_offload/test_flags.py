@@ -1,4 +1,4 @@
-"""Flag words: shared by path, gone with their maker."""
+"""Flag words: shared by path, and removed with their creator."""
 
 from __future__ import annotations
 

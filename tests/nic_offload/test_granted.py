@@ -1,4 +1,4 @@
-"""Puts by grants: the sender here, the receiver there, and peers who keep to nothing.
+"""Puts by grants: the sender on one side, the receiver on the other, and peers that break the rules.
 
 Where a peer is played heads are packed from what `proto/kvstore/v1/kvstore.proto` says of them, and by no code of ours.
 """
@@ -164,7 +164,7 @@ class GrantRig:
         return [row.code for row in group.rows()]
 
     def refusal(self, tag: int) -> int:
-        """The code that the node has answered to a put, which is no good one."""
+        """The error code that the node sent for a put."""
         near = self.pair.near
         near.wait(lambda: bool(near.of(tag + 1)), "an answer")
         (event,) = near.of(tag + 1)
@@ -173,7 +173,7 @@ class GrantRig:
     # --- a peer of its own making
 
     def forge(self, slot: int, head: bytes, payload: bytes = b"", *, flag: int = FIRST) -> None:
-        """What a peer may write: the bytes end where the payload would, then the flag."""
+        """Write a put as a malicious peer may: bytes up to the end of the head, then the flag."""
         pair, at, tag = self.pair, DATA + MIB, next(self._tags)
         data = head + payload
         pair.near.fill(at, data)
@@ -203,7 +203,7 @@ def head_of(
     payload_crc: int | None = None,
     head_crc: int | None = None,
 ) -> bytes:
-    """Metadata and head, as the proto's page has them."""
+    """Metadata and head, as specified in the proto file."""
     rest = struct.pack(
         "<IQQQIIIBB2x32s16s32x",
         len(metadata) if metadata_bytes is None else metadata_bytes,

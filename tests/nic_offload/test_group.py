@@ -1,4 +1,4 @@
-"""Groups: rows that the fabric's thread writes, and those who wait for them."""
+"""Groups: rows that the fabric's thread writes, and callers that wait for them."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_two_threads_wait_for_different_parts(pair: Pair) -> None:
     order: list[int] = []
 
     def wait_in_one_piece(first: int) -> None:
-        """`Group.wait` looks again now and then, whoever forgot to wake it."""
+        """A wait in C, without the periodic checks of `Group.wait`."""
         if lib.tk_group_wait(group._handle, first, 0, int(WAIT_S * 1e9)):
             order.append(first)
 

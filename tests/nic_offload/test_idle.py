@@ -1,4 +1,4 @@
-"""How a fabric's thread rests: what wakes it, and that nothing keeps it awake."""
+"""The sleep of a fabric's thread: what wakes it, and that nothing keeps it awake."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def bell_of(word: FlagWord) -> Any:
 
 
 def falls_asleep(fabric: Fabric, naps: int = 3) -> None:
-    """So often, one sleep after the other."""
+    """Wait for this many sleeps."""
     sleeps = fabric.statistics().sleeps
     wait_until(lambda: fabric.statistics().sleeps >= sleeps + naps, "it sleeps")
 
 
 def share_awake(seconds: float = 0.5) -> float:
-    """How much of a core all threads of this process take, while this one waits."""
+    """The share of a core that this process uses while this thread waits."""
     before = time.process_time()
     select.select([], [], [], seconds)
     return (time.process_time() - before) / seconds

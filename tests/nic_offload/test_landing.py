@@ -51,7 +51,7 @@ def ack(pair: Pair, tag: int, generation: int, final: int, *, deadline_ns: int =
 
 
 def say(pair: Pair, word: int, generation: int, code: int) -> None:
-    """The far side acknowledges."""
+    """Acknowledge from the far side."""
     target = pair.back.word_target(word)
     put_words(
         pair.far.fabric,

@@ -71,7 +71,7 @@ class Drive:
         self._heard: list[Came] = []
 
     def came(self) -> list[Came]:
-        """Its blocks that were not returned before, whether they have ended or not."""
+        """Blocks not returned before, ended or not."""
         self.take()
         self._heard += [one.came for one in written_in(self.lane.hear())]
         came, self._heard = self._heard, []
@@ -104,7 +104,7 @@ class Drive:
         return self.written
 
     def record(self, one: Written) -> tuple[tuple[Any, ...], bytes]:
-        """What its header says, whose tag is right, and the payload with what is behind it."""
+        """The fields of a record's header, after checking its tag, and the payload with its padding."""
         with self.path.open("rb") as file:
             file.seek(one.offset)
             data = file.read(PAGES * PAGE)
@@ -284,7 +284,7 @@ def test_other_ground_replaces_the_next(drive: Drive) -> None:
 
 
 def asked(drive: Drive) -> int:
-    """How often the application was told that the lane has something for it."""
+    """How often the lane has notified the application."""
     return sum(event.tag == TAG for event in drive.rig.pair.far.fabric.reap())
 
 
@@ -382,7 +382,7 @@ def test_any_number_of_blocks_is_written_in_order(drive: Drive) -> None:
 
 @pytest.fixture
 def narrow(tmp_path: Path) -> Iterator[Drive]:
-    """Its lane has room for two records at a time, and they stay until they are cleared."""
+    """A lane with room for two records at a time, which stay until they are cleared."""
     for rig in open_rig("net"):
         drive = Drive(rig, tmp_path / "drive", bytes_max=2 * PAGES * PAGE)
         rig.feed(8, pages=PAGES)
@@ -392,7 +392,7 @@ def narrow(tmp_path: Path) -> Iterator[Drive]:
 
 
 def left_to_lanes(rig: GrantRig, count: int) -> None:
-    """Take so many blocks, but none that waits for a lane."""
+    """Take this many blocks, except those that wait for a lane."""
     rig.wait_came(count, every=False)
 
 

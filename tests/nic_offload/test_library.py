@@ -1,4 +1,4 @@
-"""Finding libfabric, and the messages if it is missing."""
+"""Finding libfabric, and the error messages if it is missing."""
 
 from __future__ import annotations
 

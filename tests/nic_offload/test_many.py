@@ -1,4 +1,4 @@
-"""Many of everything: endpoints, peers, events; and nothing at all, when the fabric should sleep."""
+"""Large numbers of endpoints, peers and events; and an idle fabric, which sleeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user who is bound to 5-tuples is believed only from there; a request in their name from elsewhere is denied."""
+"""A user bound to 5-tuples is accepted only from there; a request in their name from elsewhere is denied."""
 
 from __future__ import annotations
 

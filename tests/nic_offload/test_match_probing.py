@@ -1,4 +1,4 @@
-"""Maps that can't match a request are left out, and never one that can."""
+"""The table skips maps that can't match a request, and never one that can."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _with_wildcards(dice: random.Random, lengths: range) -> Table:
 
 
 def _steps(table: Table, source: str) -> int:
-    """How many maps a request from there is looked up in."""
+    """The number of maps in which a request from this address is looked up."""
     address = request(source=source).source
     return sum(
         len(near.get(address >> shift, other).steps) for _, shift, near, other in table._probing.stages
@@ -46,7 +46,7 @@ def _steps(table: Table, source: str) -> int:
 
 
 def _asked(dice: random.Random, written: list[Written]) -> list[Fields]:
-    """From the rules' own networks, from beside them, and from anywhere."""
+    """Requests from the rules' own networks, from neighbouring ones, and from anywhere."""
     asked = []
     for fields, _ in dice.sample(written, min(len(written), 150)):
         base = fields.get("source", "9.9.9.9/32").split("/")[0]
@@ -59,7 +59,7 @@ def _asked(dice: random.Random, written: list[Written]) -> list[Fields]:
 
 
 def _check(table: Table, filed: list[Written], added: list[Written], dice: random.Random) -> None:
-    """Each request hits what a linear search finds."""
+    """Each request hits the entry that a linear search finds."""
     rules = filed + added
     for asked in _asked(dice, rules):
         found = table.match(request(**asked), 1)

@@ -1,4 +1,4 @@
-"""Rules are replaced while another thread matches: before or after, never between; one that stays keeps its counts."""
+"""Rules are replaced while another thread matches: it sees the old or the new table; kept entries keep their counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROUNDS = 300
 
 @pytest.fixture
 def _eager_threads() -> Iterator[None]:
-    """Threads take turns as often as they can, so that whatever can come between does."""
+    """Switch threads as often as possible, to expose races."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

@@ -1,4 +1,4 @@
-"""Shared memory is all there, and in huge pages if the kernel can do that."""
+"""Shared memory is allocated in full, and in huge pages if the kernel supports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The set of names that are stored (`names.c`), beside a set of Python's."""
+"""The set of stored names (`names.c`) against a Python set."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ void *realloc(void *memory, size_t size)
 
 
 def puts_without_memory() -> None:
-    """In a process of its own."""
+    """Run in a process of its own: arm puts while allocations fail."""
     library = ctypes.CDLL(os.environ["LD_PRELOAD"])
     refusals = ctypes.c_int.in_dll(library, "refusals")
     with Pair("net") as pair:

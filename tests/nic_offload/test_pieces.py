@@ -1,4 +1,4 @@
-"""Blocks in pieces: gathered by the sender when a put fires, scattered by whoever had them put in one."""
+"""Blocks in pieces: gathered when a put fires, scattered by a get, even if they were put in one piece."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Extents = list[tuple[int, int]]
 
 
 def some_pieces(region: Region, dice: random.Random, count: int, length_max: int) -> tuple[Pieces, Extents]:
-    """Pieces here and there, and their offsets and lengths."""
+    """Pieces at scattered offsets."""
     extents = []
     for _ in range(count):
         length = dice.randrange(1, length_max)

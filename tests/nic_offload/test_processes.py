@@ -1,4 +1,4 @@
-"""Other processes: that take part, that die at any moment, that are born by fork."""
+"""Other processes: they take part, die at any moment, or are forked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOTS = 400
 
 
 def check_slots(side: Side) -> int:
-    """Every slot with a flag has all of its bytes; gives how many have one."""
+    """Every slot with a flag has all of its bytes; returns their number."""
     seen = 0
     for slot in range(SLOTS):
         value = side.word(slot).load()

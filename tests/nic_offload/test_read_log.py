@@ -1,4 +1,4 @@
-"""The logs in which clients note their gets without a call: what the node takes from them, and when."""
+"""The logs in which clients record gets without a call: what the node reads from them, and when."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rig() -> Iterator[Rig]:
 
 
 def with_calls(rig: Rig) -> tuple[ShelfRig, tuple[Row, Row]]:
-    """A desk for the log's client to which it makes calls, too, and the rows of a call for both of its blocks."""
+    """A desk that can also be called, for the log's client, and the rows of a call for both of its blocks."""
     rig.desk.log(0)
     shelf = ShelfRig(rig.pair, shares=True, shelf=rig.shelf)
     rows = two(shelf)

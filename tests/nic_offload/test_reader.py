@@ -134,7 +134,7 @@ class Drive:
         assert sorted(near.kinds(batch)) == [EventKind.SENT, EventKind.READ]
 
     def wait_end(self, tag: int = 1, batch: int = BATCH) -> tuple[EventKind, int]:
-        """Of a put nothing is told if it did well, but for the end of all."""
+        """Wait for a batch's end; only failed puts have events of their own."""
         near = self.pair.near
         near.wait(lambda: EventKind.SENT in near.kinds(batch), "the end of the puts")
         failures = near.of(tag)
@@ -142,7 +142,7 @@ class Drive:
         return (EventKind.FAILED, failures[0].status) if failures else (EventKind.SENT, 0)
 
     def is_untouched(self) -> bool:
-        """Nothing has come, though there was time for it."""
+        """Nothing has arrived after a fence."""
         self.pair.there.fence()
         far = self.pair.far
         return far.word(0).load() == 0 and not any(far.bytes_at(0, RECORD_BYTES))
@@ -159,7 +159,7 @@ def drive(pair: Pair, tmp_path: Path) -> Iterator[Drive]:
 
 
 class Large(Drive):
-    """Records that are read in many pieces, of random bytes; what is wanted of them goes where they would lie."""
+    """Records that take many reads, with random bytes; the requested part is sent to its place in the target."""
 
     KIB = (16 << 10, 3 << 10, 700, 256, 257, 4, 9 << 10)  # more than is read at a time, in ends of all kinds
 
@@ -177,7 +177,7 @@ class Large(Drive):
         self.reader = Reader(pair.near.fabric, self._fd, DEPTH, FORMAT)
 
     def forget(self, at: int) -> None:
-        """The kernel has to read these anew, and has what comes behind them."""
+        """Drop the pages from the kernel's cache."""
         os.fsync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
         os.posix_fadvise(self._fd, self.offsets[at], 64 * PAGE, os.POSIX_FADV_DONTNEED)
@@ -200,7 +200,7 @@ class Large(Drive):
         )
 
     def came(self, at: int) -> bool:
-        """All of its bytes, or none: the flag says which."""
+        """Whether a block has arrived: all of its bytes are there, or none, as the flag says."""
         payload, far = self.payloads[at], self.pair.far
         if far.word(at).load() == FLAG:
             assert far.bytes_at(self.offsets[at], len(payload)) == payload
@@ -218,7 +218,7 @@ def large(tmp_path: Path) -> Iterator[Large]:
 
 
 class Slow(Drive):
-    """What is read comes when the test writes it: the reader's drive is a pipe."""
+    """A drive whose bytes arrive when the test writes them: a pipe."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
@@ -379,7 +379,7 @@ def test_a_large_record_is_cancelled_while_it_is_read(large: Large) -> None:
 
 
 def ring_descriptors() -> Counter[str]:
-    """How many descriptors of rings, and of their eventfds, this process has."""
+    """The number of this process's io_uring descriptors and eventfds."""
     found = Counter[str]()
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile

@@ -55,7 +55,7 @@ class Kv:
 
 
 class Reference:
-    """What is known, and the fetcher at whom everything arrives."""
+    """The expected state, and the fetcher that receives all requests."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -101,7 +101,7 @@ class Reference:
         return [one for whose, some in self.out.values() if user in {None, whose} for one in some]
 
     def asked(self, user: User) -> set[bytes]:
-        """On its way and wanted."""
+        """The keys of fetches in flight that are still wanted."""
         wanted = self.out.keys() - self.to_call_back
         return {one.key for ticket in wanted if self.out[ticket][0] == user for one in self.out[ticket][1]}
 
@@ -118,7 +118,7 @@ class Reference:
             self.kv[user].fetch_is_over()
 
     def settle(self) -> None:
-        """End every fetch of which nothing is left."""
+        """End every fetch that is complete."""
         for user, kv in self.kv.items():
             if kv.requests and not self.pending(user) and not self.asked(user):
                 ending = Ending.PARTIAL if kv.failed or kv.missing else Ending.COMPLETE
@@ -212,7 +212,7 @@ class Reference:
             assert not self.pending(user) or theirs + LONG > self.limits.user_bytes_in_flight_max
 
     def finish(self, ticket: int, missing: int, failed: int) -> None:
-        """The bits of the two numbers say which of the ticket's gets did not come."""
+        """End a ticket; the bits of the two numbers select the gets that missed or failed."""
         user, extents = self.out[ticket]
         absent = {one.key for place, one in enumerate(extents) if missing >> place & 1}
         broken = {one.key for place, one in enumerate(extents) if failed >> place & 1} - absent
@@ -250,7 +250,7 @@ class Reference:
         assert counts.fetched_bytes == self.fetched_bytes
 
     def wind_down(self) -> None:
-        """Everything comes, and nothing is left."""
+        """Let everything arrive; nothing is left."""
         for _ in range(100):
             for ticket in tuple(self.out):
                 self.finish(ticket, 0, 0)

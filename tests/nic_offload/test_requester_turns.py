@@ -1,4 +1,4 @@
-"""Whose turn it is: even shares of bytes, whatever the pieces' sizes and however many users a tenant has."""
+"""Turns of the requester: even shares of bytes, whatever the sizes and however many users a tenant has."""
 
 from __future__ import annotations
 

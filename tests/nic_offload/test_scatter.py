@@ -1,4 +1,4 @@
-"""Many pieces, one flag: what touches becomes one extent, and the flag comes behind all of them or not at all."""
+"""Many pieces, one flag: adjacent pieces become one extent, and the flag follows all of them or doesn't arrive."""
 
 from __future__ import annotations
 

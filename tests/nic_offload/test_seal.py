@@ -45,12 +45,12 @@ def net() -> Iterator[Pair]:
 
 
 def ack_spot(pair: Pair, index: int) -> Spot:
-    """What the node calls a word of its client's."""
+    """The node's address of a word of its client."""
     return Spot(pair.back.word_target(index), pair.back.key)
 
 
 def flag_spot(pair: Pair, index: int) -> Spot:
-    """What a client calls a word of its node's."""
+    """A client's address of a word of its node."""
     return Spot(pair.there.word_target(index), pair.there.key)
 
 
@@ -114,7 +114,7 @@ def test_a_flag_fired_by_a_nic_is_tagged_too() -> None:
 
 
 def forged_flags(pair: Pair) -> dict[str, int]:
-    """Of word 3, whose generation is due."""
+    """Forged flags for word 3, whose generation is due."""
     spot = flag_spot(pair, 3)
     return {
         "plain": GENERATION,
@@ -127,7 +127,7 @@ def forged_flags(pair: Pair) -> dict[str, int]:
 
 
 def forged_acks(pair: Pair) -> dict[str, int]:
-    """Of word 3, of which `synced` is awaited."""
+    """Forged acknowledgements for word 3, which waits for `synced`."""
     spot, said = ack_spot(pair, 3), GENERATION << 8 | SYNCED
     return {
         "plain": said,
@@ -225,7 +225,7 @@ def puts(request: pytest.FixtureRequest) -> Iterator[granted.GrantRig]:
 
 
 def slot_spot(pair: Pair, slot: int) -> Spot:
-    """What a client calls the flag of a slot."""
+    """A client's address of a slot's flag."""
     return Spot(pair.there.base + 8 * slot, pair.there.key)
 
 

@@ -1,4 +1,4 @@
-"""Memory for keys, and texts that are sealed with them."""
+"""Memory for keys, and texts encrypted with them."""
 
 from __future__ import annotations
 

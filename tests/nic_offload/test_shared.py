@@ -1,4 +1,4 @@
-"""Blocks that a client's core reads from memory of the node's that is mapped: what it copies, and what it refuses.
+"""Blocks that a client's core copies from the node's mapped memory: what it copies, and what it refuses.
 
 The node is played by hand: the test writes its answers, and the words behind them, into the client's memory.
 """
@@ -62,7 +62,7 @@ class Wanted(NamedTuple):
 
 
 class Client:
-    """The client's side, with the node's memory mapped, and what the test says for the node."""
+    """The client's side with the node's memory mapped; the test acts as the node."""
 
     def __init__(self, rows: int = 0) -> None:
         self.pair = Pair("net", TARGETS + TARGET_BYTES)
@@ -88,7 +88,7 @@ class Client:
         return group
 
     def get_code(self, blocks: Sequence[Wanted], *, pieces: Sequence[Pieces | None] = ()) -> int:
-        """Ask for blocks that nobody waits for; 0, or why not."""
+        """Request blocks without waiting; returns 0 or an error number."""
         return self._get(blocks, TAG, 60_000, pieces)[1]
 
     def _get(
@@ -126,7 +126,7 @@ class Client:
         return group, self.caller.call(call, b"", packed, wanted)
 
     def say_served(self, block: int) -> None:
-        """What the node says of a block that it has sent."""
+        """Acknowledge a block as sent."""
         say(self.pair, block, 100 + block, SERVED)
 
     def targets(self, blocks: Sequence[Wanted]) -> list[int]:
@@ -144,7 +144,7 @@ class Client:
     def answer(
         self, rows: Sequence[tuple[int, int]], place: int = 0, *, spoilt: bool = False, kind: int = KIND_WHERE
     ) -> None:
-        """What the node says: offset and checksum of each block; then the word."""
+        """Write an answer: offset and checksum of each block, then the word."""
         place, generation = 0, self.calls[0] - 1
         body = b"".join(struct.pack("<QI4x", *row) for row in rows)
         said = struct.pack("<IQB7x", 24 + len(body), generation, kind) + body
@@ -256,7 +256,7 @@ def has(side: Side, kind: EventKind) -> int:
 
 
 def is_refused(client: Client, group: Group, blocks: Sequence[Wanted]) -> None:
-    """The application hears of an answer that it has to read itself, and no block has come."""
+    """The answer is left to the application, and no block has arrived."""
     near = client.pair.near
     wait_until(lambda: has(near, EventKind.ACKED) == 1, "the answer")
     assert not any(row.over for row in group.rows())

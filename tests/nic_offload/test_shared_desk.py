@@ -1,4 +1,4 @@
-"""A desk that tells its peer where blocks are: what it says, and how long they stay there."""
+"""A desk that sends its peer the locations of blocks: its answers, and how long the locations stay valid."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rig(pair: Pair) -> Iterator[ShelfRig]:
 
 
 def told(rig: ShelfRig, generation: int = FIRST) -> list[tuple[int, int]]:
-    """Offset and checksum of each block, as the answer has them."""
+    """The offset and checksum of each block in the answer."""
     word = rig.pair.near.word(ANSWER_WORD)
     wait_until(lambda: word.load() == generation << 8 | WHERE, "the answer")
     head = rig.pair.near.bytes_at(ANSWERS_AT, HEAD.size)

@@ -1,4 +1,4 @@
-"""Blocks in pieces that a client's core reads from the node's memory: it copies them into the pieces itself."""
+"""Blocks in pieces in the node's mapped memory: a client's core copies them into the pieces."""
 
 from __future__ import annotations
 

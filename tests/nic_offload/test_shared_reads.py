@@ -1,4 +1,4 @@
-"""Blocks on the same machine, told one by one: what a node says and keeps, what its client reads and refuses."""
+"""Blocks on the same machine, acknowledged one by one: what the node keeps, what its client reads and refuses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ assert ROW.size == ROW_BYTES
 
 
 class Row(NamedTuple):
-    """What is said of a word's block."""
+    """The row of a word's block."""
 
     generation: int
     offset: int

@@ -1,4 +1,4 @@
-"""The shelf and its desk: what the C core answers by itself, and what it leaves to the application.
+"""The shelf and its desk: what the C core answers, and what it leaves to the application.
 
 Calls are packed here from what `kvstore/wire/fabric_call.py` says of them, and by no code of it.
 """
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A call, as it should be unless a field says otherwise."""
+    """A call that is valid unless a field says otherwise."""
 
     rows: tuple[Row, ...]
     generation: int = FIRST
@@ -180,7 +180,7 @@ class ShelfRig:
         )
 
     def acked(self, word: int) -> int:
-        """Wait for a word over there to be said something of, and give its code."""
+        """Wait for a peer's word; returns its code."""
         there = self.pair.near.word(word)
         wait_until(lambda: there.load() != 0, f"word {word}")
         return there.load() & 0xFF

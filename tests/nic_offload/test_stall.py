@@ -1,4 +1,4 @@
-"""Endpoints whose peer takes nothing, and connections that break: what a fabric says of them."""
+"""Endpoints whose peer accepts nothing, and connections that break: the fabric's reports."""
 
 from __future__ import annotations
 

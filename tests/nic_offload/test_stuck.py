@@ -1,4 +1,4 @@
-"""A provider that hangs: every call has an end, and nothing that the hanging thread may still touch is taken away.
+"""A provider that hangs: every call returns, and memory that the hung thread may touch stays.
 
 The progress thread is held inside a signal handler that waits for another signal, so it hangs in the middle of whatever
 it does, just as one does that spins on a lock of a peer that died.
@@ -50,7 +50,7 @@ def _address(name: str) -> int:
 
 
 def _read(path: str) -> str:
-    """What the kernel says of a thread; nothing once it has ended."""
+    """The kernel's text about a thread; empty once it has ended."""
     with suppress(OSError):
         return Path("/proc/self/task", path).read_text(encoding="ascii")
     return ""

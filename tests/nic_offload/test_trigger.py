@@ -1,4 +1,4 @@
-"""When a put fires: at its threshold, once, without anybody's help, and not at all once it is taken back."""
+"""When a put fires: at its threshold, once, without any call, and not at all once it is cancelled."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Waiting:
         self.took_s = time.monotonic() - began
 
     def ended(self) -> bool:
-        """Whether what it waited for has come; it must not take long any more."""
+        """Whether the awaited event came; the thread must end soon."""
         self._thread.join(SOON_S)
         assert not self._thread.is_alive()
         assert self.come is not None

@@ -1,4 +1,4 @@
-"""The slots of a keyring that the C core calls whole and authentic are those, and no others."""
+"""The C core's check of a keyring's slots accepts exactly the complete and authentic ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STORE = os.urandom(16)
 
 
 def slot(number: int, key: bytes) -> bytes:
-    """One that says something random, with a random key in it."""
+    """A slot with random content and a random key."""
     clear, nonce = os.urandom(64), os.urandom(12)
     associated = STORE + struct.pack("<I", number) + clear
     row = clear + nonce + aead.seal(key, nonce, associated, os.urandom(32))
@@ -23,7 +23,7 @@ def slot(number: int, key: bytes) -> bytes:
 
 
 def which(*rows: tuple[int, int]) -> bytes:
-    """As the core wants it."""
+    """The rows as the core takes them."""
     return b"".join(struct.pack("=II", *row) for row in rows)
 
 

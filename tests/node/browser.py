@@ -101,7 +101,7 @@ class Browser:
         self.wait("document.title.startsWith('kvstore ')")
 
     def wait(self, condition: str, timeout_s: float = 20.0) -> None:
-        """Until an expression is true."""
+        """Wait until an expression is true."""
         deadline = time.monotonic() + timeout_s
         while not self.run(f"!!({condition})"):
             assert time.monotonic() < deadline, (condition, self.complaints, self.text("body"))
@@ -116,7 +116,7 @@ class Browser:
         self.run(f"({script}).click()")
 
     def picture(self, path: Path, width: int, height: int, *, dark: bool = False) -> None:
-        """What is shown, in a window of this size."""
+        """Take a screenshot of a window of this size."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,

@@ -118,7 +118,7 @@ class NodeInProcess:
             await server.stop(1.0)
 
     def call(self, what: Callable[[Node], Any]) -> Any:
-        """Run it where the node runs, and give what it gives."""
+        """Run a function on the node's thread; returns its result."""
 
         async def run() -> Any:
             return what(self.node)
@@ -174,11 +174,11 @@ class HeldDrive:
             go_on(now)
 
     def waiting(self) -> int:
-        """How many reads wait."""
+        """The number of waiting reads."""
         return int(self._node.call(lambda _: self._waiting))
 
     def let_go(self) -> int:
-        """Read on; how many reads had waited."""
+        """Let reads continue; returns how many had waited."""
 
         def go_on(node: Node) -> int:
             del vars(node.store)["get"], vars(node.fetches.readers)["hand_over"]

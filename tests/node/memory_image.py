@@ -27,17 +27,17 @@ class Mapping(NamedTuple):
 
     @property
     def is_dumped(self) -> bool:
-        """Whether a core dump has it."""
+        """Whether a core dump would contain it."""
         return "dd" not in self.flags
 
     @property
     def is_locked(self) -> bool:
-        """Whether it is never swapped."""
+        """Whether it is locked in memory."""
         return "lo" in self.flags
 
 
 def mappings_of(pid: int) -> list[Mapping]:
-    """All that can be read."""
+    """All readable mappings."""
     found = []
     for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text())[1:]:
         addresses, access, _, _, _, *name = part.partition("\n")[0].split()

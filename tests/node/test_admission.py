@@ -1,4 +1,4 @@
-"""The entrance: which call begins next, which calls count as begun, and which are refused."""
+"""Admission: which call begins next, which calls count as begun, and which are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESTS = 100
 
 
 def seconds(doing: Coroutine[Any, Any, float]) -> float:
-    """What it returns, in a loop whose time is not the machine's."""
+    """The result of a coroutine in a loop with virtual time."""
     took: list[float] = []
 
     async def done() -> None:

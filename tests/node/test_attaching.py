@@ -1,4 +1,4 @@
-"""An attach that fails, at either end, leaves nothing behind, and says why in one sentence."""
+"""A failed attach, at either end, leaves nothing behind, and its error is one sentence."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_endpoint_allocates_little_memory_for_messages(
 
 
 def is_as_before(node: NodeInProcess) -> bool:
-    """Nobody is attached, and nothing is kept for anybody."""
+    """Whether no client is attached, and nothing is held for one."""
     return bool(
         node.call(
             lambda inside: (

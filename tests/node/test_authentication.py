@@ -1,4 +1,4 @@
-"""The door: nothing is awaited from a caller that is not authenticated, or kept for it; a stream begins in its time."""
+"""Authentication: the node waits for nothing, and keeps nothing, for an unauthenticated caller."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def answered(link: socket.socket, within_s: float) -> bytes:
-    """What comes until there is a frame of headers, with which a call ends that is refused."""
+    """Read until the headers that end a refused call."""
     link.settimeout(within_s)
     said = b""
     while b"grpc-status" not in said:
@@ -103,7 +103,7 @@ def test_calls_after_one_with_too_much_metadata_are_dropped(tmp_path: Path) -> N
     (tmp_path / "tenants.toml").write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\n')
 
     def refused(host: str, *metadata: tuple[str, str]) -> int:
-        """How many of some calls are in the audit log, behind one with this metadata."""
+        """The number of refused calls in the audit log that follow one with this metadata."""
         first = h2.headers(1, "/kvstore.v1.KvStore/Status", *metadata)
         calls = [h2.headers(3 + 2 * n, "/kvstore.v1.KvStore/Status") for n in range(CALLS_BEHIND)]
         with h2.connected("127.0.0.1", port, host) as link:

@@ -1,4 +1,4 @@
-"""Fetches of a connection that are cancelled before they arrive, and when their words are put."""
+"""Fetches that are cancelled before they arrive, and when their words are put."""
 
 from __future__ import annotations
 

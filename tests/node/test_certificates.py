@@ -63,7 +63,7 @@ def reload(node: NodeProcess, said: str) -> None:
 
 
 def is_taken(node: NodeProcess, made: Path, **more: Any) -> bool:
-    """Whether a client that trusts this authority is at home there."""
+    """Whether the node accepts a client that trusts this authority."""
     with Client(node.target, ca=made / "ca.pem", **more) as client:
         try:
             client.statistics()

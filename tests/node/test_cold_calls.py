@@ -1,4 +1,4 @@
-"""Gets of blocks that are only on the drive, which the C core answers: exact, or as Python would have answered them."""
+"""Gets that the C core answers from the drive: exact, and equal to Python's answers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Cold:
         return found
 
     def come_to_python(self) -> int:
-        """How many blocks Python has queued to fetch, ever."""
+        """The number of blocks that Python has queued to fetch so far."""
 
         def queued(inside: Node) -> int:
             inside.take_note()

@@ -1,4 +1,4 @@
-"""Gets that a reader of the C core takes from the drive: without Python, and never with bytes that may not go."""
+"""Gets that a reader of the C core serves from the drive: without Python, and never with the wrong bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LENGTH = 50_000
 
 
 class Held:
-    """The drive as its reader sees it: it has been asked, and what it reads comes when the test gives it."""
+    """The reader's drive: reads are pending until the test supplies their bytes."""
 
     def __init__(self, node: NodeInProcess, drive: Path) -> None:
         self._node, self._drive = node, drive
@@ -117,7 +117,7 @@ def detach_all(node: Node) -> None:
 
 
 def state(node: NodeInProcess) -> tuple[int, int, int, int]:
-    """What is held for reads: hot memory, bytes asked of the drive, pinned extents, blocks that are being sent."""
+    """What is held for reads: hot memory, requested bytes of the drive, pinned extents, blocks being sent."""
 
     def told(inside: Node) -> tuple[int, int, int, int]:
         (drive,) = inside.store.drives

@@ -1,4 +1,4 @@
-"""The doorkeeper: which connections are closed, which stay, and what the kernel's filter admits."""
+"""The connection guard: which connections are closed, which stay, and what the kernel's filter admits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Clock(SystemClock):
 
 
 class Door:
-    """A listener of this process, its keeper, and those who come."""
+    """A listener of this process, its guard, and its clients."""
 
     def __init__(self, undo: ExitStack) -> None:
         self._undo = undo
@@ -356,7 +356,7 @@ def test_a_call_with_too_much_metadata_ends_its_connection_and_bars_its_source(d
 
 
 class Endpoint:
-    """A fabric endpoint's listening socket, and whoever gets through to it."""
+    """A fabric endpoint's listening socket, and the connections that it accepts."""
 
     def __init__(self, door: Door, undo: ExitStack, *, shuts: bool = False) -> None:
         self._undo, self.port = undo, 0
@@ -417,7 +417,7 @@ def test_an_endpoint_in_use_admits_nobody_else_until_its_client_has_left(door: D
 
 
 def passes(program: bytes, text: str) -> bool:
-    """What the kernel decides about a packet from this address."""
+    """Whether the packet filter passes a packet from this address."""
     ip, steps = ip_address(text), list(struct.iter_unpack("=HBBI", program))
     packet = bytearray(40)
     packet[0] = ip.version << 4

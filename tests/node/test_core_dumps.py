@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def flags_at(address: int) -> set[str]:
-    """What the kernel has noted of the memory at an address."""
+    """The kernel's flags of the mapping at an address."""
     text = Path("/proc/self/smaps").read_text()
     for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", text)[1:]:
         first, last = (int(end, 16) for end in part.split(" ", 1)[0].split("-"))

@@ -1,4 +1,4 @@
-"""What a node remembers of deletions, and which copies it refuses for it."""
+"""The node's record of deletions, and which copies it refuses because of it."""
 
 from __future__ import annotations
 

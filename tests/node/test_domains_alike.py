@@ -71,7 +71,7 @@ class World:
         client.erase_user("gone")  # so that there is one
 
     def profile(self, note: Callable[[Any, str, Any], None] | None) -> None:
-        """Have the node's thread note what it runs, or no more."""
+        """Profile the node's thread with this function, or stop profiling."""
         self.node.call(lambda _: sys.setprofile(note))
 
     def work(

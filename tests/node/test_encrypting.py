@@ -1,4 +1,4 @@
-"""A plain node that is given a master key: what it has is encrypted while it goes on, and is killed meanwhile."""
+"""A plain node gets a master key: its data is encrypted while it serves, and while it is killed."""
 
 from __future__ import annotations
 

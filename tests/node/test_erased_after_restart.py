@@ -1,4 +1,4 @@
-"""A miss says that its erase domain was erased, after a restart too: the keyring knows, and the key has a mark."""
+"""A miss reports that its erase domain was erased, after a restart too."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def put(client: Client, user: str, count: int = COUNT) -> None:
 
 
 def told(client: Client, keys: list[bytes]) -> set[str | MissReason]:
-    """What each call says of blocks: the reasons of misses, and `hit`."""
+    """The outcomes of every kind of call for these blocks: reasons of misses, or `hit`."""
     request = secrets.token_hex(8)
     with allocate(SIZE * len(keys)) as memory, client.register(memory) as region, as_request(request):
         wanted = [Block(key, region, SIZE * at, SIZE) for at, key in enumerate(keys)]

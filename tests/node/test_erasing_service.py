@@ -1,4 +1,4 @@
-"""A node with a master key: what it keeps, what an erasure leaves, and what it says without its key."""
+"""A node with a master key: its data, the remains of an erasure, and its errors without its key."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ READERS = 2
 
 
 class Load:
-    """Clients that get two users' blocks, and one that puts more of the first, until they are told to stop."""
+    """Clients that get two users' blocks, and one that puts more of the first user's, until stopped."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -161,7 +161,7 @@ def test_two_nodes_with_one_master_key_share_no_key_and_an_erasure_affects_one_n
 
 
 def encrypted_pages(folder: Path) -> set[bytes]:
-    """All pages of a drive but those of zeros."""
+    """All pages of a drive that are not zero."""
     drive = (folder / "data" / "drive-0.kv").read_bytes()
     pages = {drive[at : at + 4096] for at in range(0, len(drive), 4096)}
     return pages - {bytes(4096)}
@@ -190,7 +190,7 @@ def test_concurrent_erasures_are_acknowledged_only_once_everything_is_removed(
 
 
 def made_opener(folder: Path) -> OpenKeys | None:
-    """What opens the keys of a node in this folder, with a master key that is made there."""
+    """A function that opens the keys of a node in this folder, with a new master key if there is none."""
     path = folder / "master.key"
     if not path.exists():
         new_master_file(path)

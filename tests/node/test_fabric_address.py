@@ -1,4 +1,4 @@
-"""The fabric address given to clients, which of theirs are accepted, and when the node is ready."""
+"""The fabric address given to clients, which client addresses are accepted, and when the node is ready."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_fabric_address_is_the_listening_one_the_configured_one_or_the_route
 
 
 class At(NamedTuple):
-    """An attached connection, as far as it matters to the choice of a domain; it is its own endpoint."""
+    """The parts of a connection that decide its domain; it is its own endpoint."""
 
     tenant: bytes
     domain: int

@@ -1,4 +1,4 @@
-"""Calls that have come over the fabric together are done one of each tenant in turn."""
+"""Calls that arrived over the fabric together are executed in turns, one of each tenant."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLD: Any = SimpleNamespace(feed=lambda: None, note=lambda _: [])
 
 
 class Of:
-    """A connection, of a tenant."""
+    """A connection of a tenant."""
 
     def __init__(self, tenant: bytes) -> None:
         self.tenant = tenant

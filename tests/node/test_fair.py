@@ -1,4 +1,4 @@
-"""Turns and shares, by themselves."""
+"""Turns and shares, without a node."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_tenant_new_in_the_file_no_longer_counts_its_share_for_others() -> Non
 
 
 def filled(places: Places, who: str) -> int:
-    """How much a tenant gets that takes all that it can, one by one."""
+    """The number of places that a tenant gets if it takes as many as it can."""
     count = 0
     while places.left(who):
         places.take(who)

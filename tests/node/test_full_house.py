@@ -1,4 +1,4 @@
-"""A node at its limits, measured: how soon calls are refused, and what stalled readers cost the others.
+"""A node at its limits: how soon calls are refused, and what stalled readers cost the others.
 
 The node is a separate process. Test machines do other work as well, so measurements alternate, and each has three
 tries, one of which has to meet the bound.
@@ -75,7 +75,7 @@ def test_a_caller_without_room_is_answered_within_ten_milliseconds(node: NodePro
         hints: list[int] = []
 
         def refused() -> bool:
-            """Another reader through the same connection, whose share is held by those who stand still."""
+            """Whether another reader on the same connection is refused while stalled ones hold its share."""
             call = stub.Get(pb.GetRequest(tenant="stalled", name=block_name_of_another(name)), timeout=WAIT_S)
             try:
                 next(iter(call))

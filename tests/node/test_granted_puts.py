@@ -1,4 +1,4 @@
-"""Blocks that come by grants while a drive is at work."""
+"""Blocks put by grants while a drive is busy."""
 
 from __future__ import annotations
 

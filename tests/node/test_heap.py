@@ -1,4 +1,4 @@
-"""The heap returns freed memory, and only if there is much of it."""
+"""The heap returns free memory, if there is much of it."""
 
 from __future__ import annotations
 

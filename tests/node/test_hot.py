@@ -23,7 +23,7 @@ class Sent:
     """Pieces that are being sent, by generation: uses that are not counted."""
 
     def __init__(self, sending: Container[int] | Callable[[], bool]) -> None:
-        """Those in a container, or all of them as long as a function says so."""
+        """Blocks of a container count as being sent, or all blocks while a function returns true."""
 
         def ended(_: object, numbers: ffi.CData, count: int, out: ffi.CData) -> None:
             for at in range(count):
@@ -52,7 +52,7 @@ def key_of(number: int) -> bytes:
 
 
 def read(hot: HotPages, generation: int, pages: int = 1) -> Piece:
-    """What a fetch does that did not find its record."""
+    """Read a record into hot memory, as a fetch does that didn't find it there."""
     piece = hot.take(pages)
     assert piece is not None
     hot.keep(piece, generation)
@@ -61,7 +61,7 @@ def read(hot: HotPages, generation: int, pages: int = 1) -> Piece:
 
 
 def wants(hot: HotPages, generation: int) -> bool:
-    """What a fetch does first."""
+    """Whether a fetch would find the record in hot memory."""
     piece = hot.find(generation)
     if piece is not None:
         hot.release(piece)
@@ -290,7 +290,7 @@ def test_use_that_needed_no_piece_counts_as_use() -> None:
 
 
 def reads(hot: HotPages, tenant: bytes, generations: range, times: int = 1) -> None:
-    """What fetches of a tenant do; each block is wanted so often."""
+    """Fetch blocks of a tenant, each this many times."""
     for generation in generations:
         if not wants(hot, generation):
             piece = hot.take(1, tenant)

@@ -1,4 +1,4 @@
-"""Gets that the hot memory answers: without the drive, never with another record's bytes, never with broken ones."""
+"""Gets from hot memory: without the drive, never with another record's bytes or damaged ones."""
 
 from __future__ import annotations
 

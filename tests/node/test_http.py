@@ -112,7 +112,7 @@ def state(url: str, headers: dict[str, str] | None = None, query: str = "") -> A
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    """One for all who only ask, and few things: who asks too often is told so."""
+    """A node for tests that only read pages, few enough to stay within the rate limit."""
     more = ("--http", "127.0.0.1:0", "--ui")
     with small_node(tmp_path_factory.mktemp("untouched") / "node", arguments=more) as running:
         yield running
@@ -277,7 +277,7 @@ def raw(url: str, sent: bytes) -> bytes:
 
 
 def asked_at_once(url: str, path: str, count: int) -> list[bytes]:
-    """Answers to so many requests that are all on their way before the first is read, from several addresses."""
+    """Answers to requests that are all sent, from several addresses, before the first answer is read."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     with contextlib.ExitStack() as undo:
         links = [

@@ -35,7 +35,7 @@ TENANT, OTHER = b"t" * 16, b"o" * 16
 
 
 class _Subscriber:
-    """Whoever wants to know; a new one may miss the first, so it waits until it hears of a block of its own."""
+    """A subscriber; it waits for an event of a block of its own, because a new one may miss the first events."""
 
     def __init__(self, endpoint: str, topic: bytes = b"") -> None:
         self._context = zmq.Context()
@@ -61,7 +61,7 @@ class _Subscriber:
 
 
 def _dealt_again(endpoint: str, first: int) -> list[int]:
-    """As vLLM's own example does it: a DEALER, which may have many answers to one request."""
+    """Request a replay with a DEALER, as vLLM's example does: one request may have many answers."""
     context = zmq.Context()
     try:
         request = context.socket(zmq.DEALER)

@@ -1,4 +1,4 @@
-"""The lease table, without I/O: a slot is never anybody's twice."""
+"""The lease table, without I/O: a slot never has two owners."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_slot_is_free_only_when_the_drive_is_done_with_it() -> None:
 
 
 class Owned(NamedTuple):
-    """What a table of leases looks at in a connection."""
+    """The part of a connection that a lease table reads."""
 
     tenant: bytes
 
@@ -149,7 +149,7 @@ def test_slots_and_flags_never_overlap_and_headers_are_page_aligned(slots: int, 
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Random lives of slots against the simplest account of who has which."""
+    """Random sequences of slot operations, compared with a plain record of the owners."""
 
     @initialize()
     def begin(self) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that lanes have written and that Python hears of together, many at once (`kvstore.node.lane_blocks`)."""
+"""Blocks written by lanes, which Python learns of in batches (`kvstore.node.lane_blocks`)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def settled(node: NodeInProcess) -> None:
 
 
 def held_bytes(node: NodeInProcess) -> int:
-    """What receivers hold of the hot memory, beyond their empty rooms."""
+    """The hot memory held by receivers, beyond their empty rooms."""
 
     def held(inside: Node) -> int:
         inside.granted.empty()

@@ -1,4 +1,4 @@
-"""Puts of a tenant with a quota go through lanes, as far as pages of it were lent, and never beyond the quota."""
+"""Puts of a tenant with a quota use lanes, as far as pages were lent, and never exceed the quota."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def set_quota(node: NodeInProcess, quota_bytes: int) -> None:
 
 
 def lent_pages(node: NodeInProcess) -> int:
-    """As the quotas have it, and the clients' receivers."""
+    """The pages lent to lanes; the quotas and the clients' receivers agree on them."""
 
     def lent(inside: Node) -> int:
         of_areas = sum(area.lent_pages for area in inside.granted._areas.values())

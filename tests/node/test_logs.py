@@ -1,4 +1,4 @@
-"""The node's log: one line an event, what it is about, and no more of one kind than is of use."""
+"""The node's log: one line per event with its subject, and a limit for each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node says became of look-ups: every way to ask, every way to miss, whose they are, and what bounds them."""
+"""The node's history of look-ups: every kind of look-up, every reason of a miss, tenants, and bounds."""
 
 from __future__ import annotations
 

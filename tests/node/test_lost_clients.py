@@ -1,4 +1,4 @@
-"""A client that is stopped, or whose host is gone, closes nothing: its node finds out, and its slots are free again."""
+"""A client that is stopped, or whose host is lost, closes nothing: the node detects it and frees its slots."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ sys.stdin.read()
 def attached(
     target: str, *, within: tuple[str, ...] = (), address: str = "127.0.0.1"
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process that is attached and says nothing more."""
+    """A process that is attached and sends nothing more."""
     command = [*within, sys.executable, "-c", ATTACHED, target, address]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -99,7 +99,7 @@ def run(command: str) -> None:
 
 @contextmanager
 def another_host() -> Iterator[tuple[str, str, str]]:
-    """A network namespace joined to this one by a cable: its name, and the addresses of our end and of its own."""
+    """A network namespace connected to this one: its name, our address, and its own."""
     if os.geteuid() or shutil.which("ip") is None:
         pytest.skip("makes a network namespace: run as root, with iproute2 (apt-get install iproute2)")
     name, number = f"kv{os.getpid()}", os.getpid() % 250

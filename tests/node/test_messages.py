@@ -1,4 +1,4 @@
-"""Messages on their way: of how many at a time the node waits for the rest, and whose."""
+"""Messages that are still arriving: how many a node accepts at a time, and from which tenants."""
 
 from __future__ import annotations
 

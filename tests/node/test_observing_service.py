@@ -44,7 +44,7 @@ def client(node: NodeInProcess) -> Iterator[Client]:
 
 
 def tenant_id(node: NodeInProcess, client: Client) -> bytes:
-    """As the node knows it, from those that watch."""
+    """The client's tenant, as the node's watches list it."""
     watch = client.watch(timeout_s=WAIT_S)
     assert next(watch) is None
     (known,) = node.call(lambda one: list(one.watchers._of_tenant))

@@ -37,7 +37,7 @@ TRACEPARENT = ("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba90
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """A collector: keeps what it is sent, or stands still until it is let go."""
+    """A collector: keeps what it receives, or hangs until `let_go` is set."""
 
     def __init__(self, *, hangs: bool = False, port: int = 0) -> None:
         self.spans: list[tuple[dict[str, str], Any]] = []  # with the resource's attributes

@@ -1,4 +1,4 @@
-"""Those who ask for much, or take nothing in, and those beside them."""
+"""Callers that request too much or read nothing, and their neighbours."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_tenant_that_requests_everything_at_once_does_not_delay_another(
         assert isinstance(other.get([Block(rig.key(51), kv, 0, MIB)], timeout_s=WAIT_S)[0], Miss)  # attached
 
         def crowded(inside: Any) -> tuple[int, int]:
-            """Queue the other's fetch behind a thousand, in one turn of the loop, and count those before it."""
+            """Queue the other's fetch behind a thousand in one turn of the loop; count those served before it."""
             first, second = sorted(inside.connections.values(), key=lambda one: one.number)[-2:]
             queue = inside.fetches._queued
             sizes = [_Waiting(first.tenant, first.number)] * 1000 + [_Waiting(second.tenant, second.number)]

@@ -1,4 +1,4 @@
-"""Written blocks are added to the index a few times a second at most, and nobody can tell."""
+"""Written blocks are added to the index a few times a second at most, which no caller can observe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MINUTE_MS = 60_000
 
 
 class Time:
-    """A clock, and what is to be done later."""
+    """A clock with a list of later actions."""
 
     def __init__(self) -> None:
         self.now_ns = 1000 * MS

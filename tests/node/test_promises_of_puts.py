@@ -1,4 +1,4 @@
-"""What an acknowledgement of a put says is so: after a crash, and when the key has another block."""
+"""An acknowledged put keeps its promise: after a crash, and when the key has another block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof: what a node leaves of a user, wherever it may have left it, before and after they were erased."""
+"""Everything that a node keeps of a user, anywhere, before and after an erasure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def payload(user: str) -> bytes:
 
 
 def put(client: Client, user: str, first: int = 0) -> list[str]:
-    """Put blocks and name them in a session; what was refused."""
+    """Put blocks and append them to a session; returns the refused ones."""
     refused: list[str] = []
     with allocate(SIZE * COUNT) as memory, client.register(memory) as region:
         memory[: SIZE * COUNT] = payload(user) * COUNT
@@ -74,7 +74,7 @@ def got(client: Client, user: str) -> set[str | MissReason]:
 
 
 def keys_of(folder: Path, user: str) -> list[bytes]:
-    """The keys of a user that the keyring and the master key give now, and the record keys made of them."""
+    """The keys of a user that the keyring has now, and the record keys derived from them."""
     path = folder / "copied"
     shutil.copy(folder / "data" / "keyring", path)
     master = open_master(f"file:{folder}/master.key")
@@ -105,7 +105,7 @@ def salts_in(drive: bytes) -> set[bytes]:
 
 
 def own_keys(folder: Path) -> list[bytes]:
-    """The root key, and those of the store and of tenants."""
+    """The root key, and the keys of the store and its tenants."""
     path = folder / "copied"
     shutil.copy(folder / "data" / "keyring", path)
     master = open_master(f"file:{folder}/master.key")
@@ -194,7 +194,7 @@ def test_nothing_of_a_user_is_left_in_drive_index_logs_history_core_dump_or_swap
 
 
 def put_reserved(client: Client, user: str, count: int) -> None:
-    """In slots that are leased, of which the node's Python writes."""
+    """Put blocks into leased slots, from which the node's Python writes."""
     with allocate(SIZE * count) as memory, client.register(memory) as region:
         memory[: SIZE * count] = payload(user) * count
         keys = [

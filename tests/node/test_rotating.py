@@ -1,4 +1,4 @@
-"""Keys are rotated while a node takes puts, gets and erasures; it is killed in the middle of that, and goes on."""
+"""Keys are rotated while a node serves puts, gets and erasures; it is killed meanwhile, and continues."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Served:
         return self.keys(what, "--master-key", self.key(self.in_use), *more)
 
     def restart(self) -> None:
-        """With the master key that the keyring is sealed with."""
+        """Restart the node with the master key that seals the keyring."""
         sealed_with = read_status(keyring_path(self.data)).master_id
         ids = {open_master(self.key(name)).id: name for name in ("old", "new")}
         self.in_use = ids[sealed_with]
@@ -88,7 +88,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 class Load(threading.Thread):
-    """Puts of ever new users, gets of all that are there, and erasures of some, until it is told to stop."""
+    """Puts of new users, gets of all stored blocks, and erasures of some users, until stopped."""
 
     def __init__(self, target: str, first: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Traces: bounded, a tenant's own, in the node's time whoever saw a step; and what a caller may not say."""
+"""Traces: bounded, per tenant, in the node's time whichever side recorded a step; and invalid steps of callers."""
 
 from __future__ import annotations
 

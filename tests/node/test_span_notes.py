@@ -1,4 +1,4 @@
-"""What a node notes of traced puts, without a node: bounded, and each lease counted once."""
+"""The node's record of traced puts, without a node: bounded, and each lease counted once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that takes nothing: the fabric asks it less and less often, and then the node lets go of it."""
+"""A client that reads nothing: the fabric polls it less and less often, and then the node drops it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that name many blocks leave the node's thread to others between steps, and wait for their tenant's turn."""
+"""Calls with many blocks yield the node's thread between steps, and wait for their tenant's turn."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def client(node: NodeInProcess) -> Iterator[Client]:
 
 
 def others(client: Client) -> list[Block]:
-    """As many blocks, none of which is stored."""
+    """The same number of blocks, none of them stored."""
     region = client.register(bytearray(PAGE_BYTES))
     return [Block(bytes(reversed(key)), region, 0, 64) for key in KEYS]
 

@@ -1,4 +1,4 @@
-"""The calls of the service Steps: answered in time, refused at a bound, and what a prefetch says it has brought."""
+"""The calls of the service Steps: answered in time, refused at a bound, and the report of a prefetch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def client(here: NodeInProcess) -> Iterator[Client]:
 
 
 def busy(node: Node, *, is_busy: bool) -> None:
-    """Let the drive be wanted by somebody else, or no longer."""
+    """Pretend that other work waits for the drive, or not."""
     node.prefetches._is_wanted_elsewhere = lambda: is_busy
     node.prefetches.pump()
 
@@ -97,7 +97,7 @@ def test_a_prefetch_that_gets_no_turn_is_answered_by_its_deadline(
 
 
 def tenant_of(node: Node) -> bytes:
-    """The only tenant who has a trace."""
+    """The only tenant that has a trace."""
     (tenant,) = node.traces._of
     return tenant
 

@@ -23,7 +23,7 @@ SALT = b"salt of the store"
 
 
 class HeldClock:
-    """Time that passes only when it is told to."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.now_ns = 10**12

@@ -1,4 +1,4 @@
-"""An idle node's ticks are rare, and what happens then is followed by one soon."""
+"""An idle node ticks rarely, and each event is soon followed by a tick."""
 
 from __future__ import annotations
 

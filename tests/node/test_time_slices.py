@@ -1,4 +1,4 @@
-"""Heavy calls take turns: by the time that their tenants have had, and half of the thread at most beside others."""
+"""Heavy calls take turns by the time that their tenants have used, with at most half of the thread beside others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAIT_S = 20.0
 
 
 class Clock(SystemClock):
-    """Time stands still but for what steps take."""
+    """A clock that only steps of work move."""
 
     now_ns = 1_000 * MS
 

@@ -1,4 +1,4 @@
-"""The rows of the last puts: which flag belongs to which, and what became of blocks that failed."""
+"""The rows of the last puts: which flag belongs to which, and failed blocks."""
 
 from __future__ import annotations
 

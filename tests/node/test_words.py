@@ -1,4 +1,4 @@
-"""Acknowledgement words: one that its client may use for something else is not put to any more."""
+"""Acknowledgement words: once its client may reuse a word, the node doesn't write to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def link_of(rig: ClientWithBuffers) -> Link:
 
 
 def burn(node: NodeInProcess, *kinds: StorageError) -> None:
-    """Whatever is put from now on fails, by these in turn."""
+    """Make all puts from now on fail, with these errors in turn."""
     errors = itertools.cycle(kinds)
 
     def fail_puts(inside: Node) -> None:
@@ -103,7 +103,7 @@ def test_a_landed_block_that_was_not_stored_writes_no_second_word(
 
 
 def fail(rig: ClientWithBuffers, count: int) -> list[KvError]:
-    """Put blocks; the errors with which they fail, and nothing of them is left behind."""
+    """Put blocks that fail; returns their errors. Nothing of the puts is left."""
     link = link_of(rig)
     puts = rig.client.reserve([rig.block(number) for number in range(count)]).arm(rig.flags[0])
     rig.flags[0].store(count)

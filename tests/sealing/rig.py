@@ -31,7 +31,7 @@ def user(number: int) -> bytes:
 
 
 def at(number: int) -> slice:
-    """Where a slot lies in a keyring's file."""
+    """The bytes of a slot in a keyring's file."""
     return slice(8192 + number * 128, 8192 + (number + 1) * 128)
 
 
@@ -41,13 +41,13 @@ def users(*numbers: int, tenant: bytes = ACME) -> list[Name]:
 
 
 class FakeClock:
-    """It goes on by a second with each look."""
+    """A clock that moves by a second each time it is read."""
 
     def __init__(self) -> None:
         self.now_ms = 1_763_716_000_000
 
     def wall_ms(self) -> int:
-        """A second later than the last time."""
+        """Return a time one second after the last one."""
         self.now_ms += 1_000
         return self.now_ms
 
@@ -57,7 +57,7 @@ class FakeClock:
 
 
 class PowerLost(Exception):
-    """The machine stopped here."""
+    """The machine lost power here."""
 
 
 class Memory:
@@ -85,7 +85,7 @@ class Memory:
         return len(self.now) // PAGE_BYTES
 
     def read(self, page: int, count: int) -> bytes:
-        """What was written."""
+        """Read the pages as last written."""
         return bytes(self.now[page * PAGE_BYTES : (page + count) * PAGE_BYTES]).ljust(
             count * PAGE_BYTES, b"\0"
         )
@@ -98,7 +98,7 @@ class Memory:
         self.done.append(what)
 
     def write(self, page: int, data: bytes) -> None:
-        """All sectors, of which those of the last write before the stop may be old or new as well."""
+        """Write all sectors; at power loss, those of the last write may be old or new."""
         happens, self.during_write = self.during_write, None
         if happens is not None:
             happens()
@@ -118,16 +118,16 @@ class Memory:
         self._step("write")
 
     def sync(self) -> None:
-        """What was written is durable."""
+        """Make all writes durable."""
         self._step("sync")
         self.durable[:] = self.now
         self.pending.clear()
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def after_power_loss(self, chance: random.Random) -> bytes:
-        """What the drive has: each sector as it was at the last sync, or as any write since had it."""
+        """The drive after power loss: each sector as of the last sync, or of any write since."""
         image = self.durable.ljust(len(self.now), b"\0")
         for sector, versions in self.pending.items():
             kept = chance.choice([None, *versions])
@@ -139,7 +139,7 @@ class Memory:
         return bytes(image)
 
     def after_kill(self, chance: random.Random) -> Memory:
-        """The file of the next process on the same machine: all that was written, and not durable yet."""
+        """The file as the next process finds it: with all writes, durable or not."""
         left = Memory(bytes(self.durable))
         left.now = bytearray(self.now)
         left.pending = {sector: list(versions) for sector, versions in self.pending.items()}
@@ -158,12 +158,12 @@ def new_keyring(slots_max: int = KEYRING_SLOTS_MAX, *, steps: int = 1 << 30) -> 
 
 
 def opened(file: Memory | bytes, first: int = 0, *, slots_max: int = KEYRING_SLOTS_MAX) -> Keyring:
-    """Open what a file has, with one of several master keys."""
+    """Open a file with one of several master keys."""
     memory = Memory(file) if isinstance(file, bytes) else file
     return Keyring.of(memory, master(first), STORE, FakeClock(), slots_max)
 
 
 def keys_of(keyring: Keyring, names: list[Name]) -> dict[Name, bytes | None]:
-    """The keys that these domains have."""
+    """The keys of these domains."""
     found = {name: keyring.domain(*name) for name in names}
     return {name: None if key is None else bytes(key.key) for name, key in found.items()}

@@ -44,7 +44,7 @@ NEW = [*users(*range(100, 140)), *users(7, tenant=b"new".ljust(16, b"."))]
 
 
 class Change(NamedTuple):
-    """A step, and which keys may be gone or made by it."""
+    """A change, and the keys that it may remove or make."""
 
     act: Callable[[Keyring], object]
     erases: list[Name]
@@ -65,12 +65,12 @@ CHANGES = {
 
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A keyring grows by a page or two, so that it does so often."""
+    """Make keyrings grow by only one or two pages, so that they grow often."""
     monkeypatch.setattr("kvstore.sealing.slot_table.KEYRING_STEP_PAGES_MIN", 1)
 
 
 def prepared() -> tuple[bytes, dict[Name, bytes | None]]:
-    """A keyring with keys of two tenants, some of them erased, and what it has."""
+    """A keyring with keys of two tenants, some of them erased, and its keys."""
     ring, file = new_keyring(SLOTS_MAX)
     ring.ensure(OLD)
     ring.erase(ERASED)
@@ -78,14 +78,14 @@ def prepared() -> tuple[bytes, dict[Name, bytes | None]]:
 
 
 def steps_of(change: Change, image: bytes) -> int:
-    """How many writes and syncs it takes, those of the opening included."""
+    """The number of writes and syncs of a change, with those of the opening."""
     file = Memory(image)
     change.act(opened(file, slots_max=SLOTS_MAX))
     return len(file.done)
 
 
 def reopened(file: Memory | bytes, change: Change) -> Keyring:
-    """With the master key that the file has: after a rotation that was cut off it is the one or the other."""
+    """Open with the file's master key; after an interrupted rotation it is the old one or the new one."""
     try:
         return opened(file, slots_max=SLOTS_MAX)
     except WrongMasterKey:
@@ -94,7 +94,7 @@ def reopened(file: Memory | bytes, change: Change) -> Keyring:
 
 
 def check(ring: Keyring, change: Change, before: dict[Name, bytes | None], *, acknowledged: bool) -> None:
-    """Each key is old or new; none is another, and none that was acknowledged is missing."""
+    """Each key is old or new, and no acknowledged one is missing."""
     now = keys_of(ring, [*before, *change.makes])
     for name, key in before.items():
         if name in change.erases:
@@ -198,7 +198,7 @@ def test_other_changes_during_an_interrupted_rotation(meanwhile: str) -> None:
 
 
 def stopped(what: str, image: bytes, chance: random.Random) -> list[bytes]:
-    """What the drive may have of a file whose change was cut off at each of its steps."""
+    """The possible files after a change was interrupted at each of its steps."""
     change = CHANGES[what]
     left = []
     for steps in range(steps_of(change, image)):

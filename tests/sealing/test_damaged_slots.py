@@ -1,4 +1,4 @@
-"""A slot of the keyring that is damaged, or moved: what it encrypted is a miss that says so, and nothing is dropped."""
+"""A damaged or moved slot of the keyring: the blocks encrypted with it miss with that reason, and are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOW = ["a bad CRC", "zeros", "swapped with another"]
 
 
 def slots_of(path: Path) -> dict[bytes, int]:
-    """By domain, the numbers of slots with live keys."""
+    """The numbers of the slots with live keys, by domain."""
     raw = path.read_bytes()[HEADER_PAGES * 4096 :]
     rows = [parse_slot(raw[at : at + SLOT_BYTES]) for at in range(0, len(raw), SLOT_BYTES)]
     return {
@@ -104,7 +104,7 @@ def without_index(rig: Ring) -> None:
 
 
 def damaged_store(rig: Ring, how: str) -> dict[int, bytes]:
-    """A closed store with damaged slots; what they had."""
+    """A closed store with damaged slots, and their former content."""
     rig.open()
     assert rig.put(4, PAYLOAD, domain=OTHER).error is None
     rig.store.close()

@@ -1,4 +1,4 @@
-"""Domains that were erased: known by blocks' keys alone, all of them, after restarts, and not while they are in use."""
+"""Erased domains are known by blocks' keys alone, all of them, after restarts, and not while they are in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Free slots have a mark. What has none, zeros among it, is a slot that the drive has lost, and no erased key."""
+"""Free slots have a mark. A slot without it, zeros too, was lost by the drive, and is not an erased key."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_truncated_file_is_damage_and_no_erasure(tmp_path: Path) -> None:
 
 
 def without_marks(image: bytes) -> bytes:
-    """The same in the format of before, in which free slots are zeros and the header doesn't count."""
+    """The same in the previous format, with zeros as free slots and without a count in the header."""
     rows = [image[at : at + 128] for at in range(8192, len(image), 128)]
     rows = [bytes(128) if row == slots.pack_slot(None) else row for row in rows]
     header = bytearray(image[:512])

@@ -1,4 +1,4 @@
-"""The keyring: what it gives, what it destroys, what it refuses, and what it leaves in its file and in memory."""
+"""The keyring: the keys that it makes, destroys and refuses, and the contents of its file and its memory."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_wiped_key_and_a_closed_keyring_have_only_zeros() -> None:
 
 
 def bytes_at(key: memoryview) -> ctypes.Array[ctypes.c_char]:
-    """Look at the memory of a key, also when the key is over."""
+    """Read the memory of a key, also after the key's end."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(key))
     return (ctypes.c_char * len(key)).from_address(address)
 
@@ -370,7 +370,7 @@ def test_an_erasure_overwrites_damaged_slots_since_they_may_have_the_key() -> No
 
 
 def flipped(row: bytearray, bit: int) -> bytearray:
-    """The same with another bit."""
+    """The same bytes with one bit flipped."""
     row[bit // 8] ^= 1 << bit % 8
     return row
 

@@ -1,4 +1,4 @@
-"""`kvstore keys`: what it makes, shows and rotates, and with which exit status."""
+"""`kvstore keys`: the keys that it makes, shows and rotates, and its exit statuses."""
 
 from __future__ import annotations
 

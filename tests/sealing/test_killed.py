@@ -1,4 +1,4 @@
-"""A process that is killed while it makes and erases keys: what it had acknowledged is so, in a real file."""
+"""A process is killed while it makes and erases keys: what it acknowledged holds, in a real file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that may lock little memory: keys that may be swapped are reported, and a failed start says why."""
+"""A process that may lock little memory: swappable keys are reported, and a failed start has a reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 
 def limited(size_bytes: int, *arguments: str) -> list[str]:
-    """Python with these arguments, which may lock so much memory."""
+    """Python with these arguments and a limit on locked memory."""
     return [sys.executable, "-c", LIMITED, str(size_bytes), *arguments]
 
 
@@ -38,7 +38,7 @@ def serving(folder: Path, size_bytes: int) -> subprocess.Popen[str]:
 
 
 def log_of(folder: Path, size_bytes: int) -> str:
-    """Of a node that has started."""
+    """The log of a node that has started."""
     with serving(folder, size_bytes) as node:
         try:
             assert node.stdout is not None

@@ -1,4 +1,4 @@
-"""A keyring that is lost, older than the drives, or of other keys: nothing starts, and nothing goes, unless told so."""
+"""A keyring that is lost, old, or has other keys: the node doesn't start, and drops nothing unless told to."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ring(StoreRig):
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
-    """It has block 1, which stays in the clear, and block 2, encrypted; it is closed."""
+    """A closed store with block 1 in the clear and block 2 encrypted."""
     monkeypatch.setattr(Encrypting, "step", lambda _: None)
     new_master_file(tmp_path / "master.key")
     rig = Ring(tmp_path / "data")

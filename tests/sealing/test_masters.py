@@ -1,4 +1,4 @@
-"""Where a master key comes from: each source, what it refuses, and that no error says what a source said."""
+"""Sources of a master key: each one, its errors, and that no error shows the source's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bounds and the tests that docs/sealing.md names are those that there are."""
+"""The bounds and tests that docs/sealing.md names exist."""
 
 from __future__ import annotations
 

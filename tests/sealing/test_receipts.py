@@ -1,4 +1,4 @@
-"""Receipts: what they say, within which length, and that no key and no user's name is in them."""
+"""Receipts: their content and length, and that they contain no key and no user's name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def receipt(
     is_encrypted: bool = True,
     overwritten: int = 0,
 ) -> Receipt:
-    """One of this node's."""
+    """A receipt of this node."""
     return Receipt(
         at_ms=1_763_716_000_123,
         tenant="acme",

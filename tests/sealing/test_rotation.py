@@ -64,7 +64,7 @@ def test_rotation_of_the_master_key_replaces_the_root_and_no_domain_key() -> Non
 
 
 def reachable(file: Memory, masters: list[LocalMaster]) -> set[bytes]:
-    """All keys that anything ever written to a file gives to the holder of these master keys."""
+    """All keys that these master keys can open in anything ever written to a file."""
     roots = {
         slots.parse_header([data[:512]]).root for page, data in file.written if page < slots.HEADER_PAGES
     }

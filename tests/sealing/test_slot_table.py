@@ -1,4 +1,4 @@
-"""Slots are read whole while others are written, in both orders; reading them waits for no drive."""
+"""Slots are read whole while others are written, in both orders; reading never waits for a drive."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SPLIT = 4096 * 2 + 128 * NUMBER + 64  # in the middle of its slot
 
 
 class Torn(Memory):
-    """A file of which one half of a slot is moved, then something else happens, then the other half is."""
+    """A file in which a slot is moved in two halves, with something else in between."""
 
     during_write: Callable[[], object] | None = None
     during_read: Callable[[], object] | None = None
 
     def write(self, page: int, data: bytes) -> None:
-        """Half, and then all."""
+        """Write one half, then everything."""
         begins = page * 4096
         self.now[begins:SPLIT] = data[: SPLIT - begins]
         happens, self.during_write = self.during_write, None
@@ -32,7 +32,7 @@ class Torn(Memory):
         super().write(page, data)
 
     def read(self, page: int, count: int) -> bytes:
-        """Half, and then the other half."""
+        """Read one half, then the other."""
         half = super().read(page, count)[: SPLIT - page * 4096]
         happens, self.during_read = self.during_read, None
         if happens is not None:
@@ -41,13 +41,13 @@ class Torn(Memory):
 
 
 def slot(byte: int) -> Slot:
-    """One of which all bytes say which it is."""
+    """A slot whose bytes identify it."""
     name = bytes([byte]) * 8
     return Slot(State.LIVE, Kind.DOMAIN, name, ACME, user(1), byte, name, bytes([byte]) * 60)
 
 
 def table_of_one() -> tuple[SlotTable, Torn]:
-    """With one slot."""
+    """A table with one slot."""
     file = Torn(new_image(master(), STORE, FakeClock()))
     table = SlotTable(file, SLOTS_PER_PAGE)
     table.write({NUMBER: slot(1)})

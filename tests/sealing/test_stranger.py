@@ -1,4 +1,4 @@
-"""A reader written by a stranger who had only `docs/sealing.md`, and the page's vectors; it imports no codec."""
+"""An independent reader, written from `docs/sealing.md` alone, and the page's vectors; it imports no codec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Keys = dict[tuple[int, bytes, bytes], bytes]  # of kind, tenant, domain
 
 
 def read_keyring(image: bytes, master_key: bytes) -> tuple[Keys, dict[tuple[bytes, bytes], int]]:
-    """All keys, and when those that are gone were destroyed."""
+    """All keys, and when the destroyed ones were destroyed."""
     headers = [image[at : at + 512] for at in (0, 4096)]
     good = [
         one

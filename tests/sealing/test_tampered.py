@@ -1,4 +1,4 @@
-"""Slots that were swapped, moved or damaged: an erasure destroys all keys that it names, and no other key."""
+"""Swapped, moved or damaged slots: an erasure destroys all keys that it covers, and no other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def made() -> tuple[dict[int, DomainKey], bytes]:
 
 
 def changed(image: bytes, rows: dict[int, bytes]) -> Memory:
-    """A file some of whose slots have other bytes."""
+    """A file with other bytes in some of its slots."""
     data = bytearray(image)
     for number, row in rows.items():
         data[at(number)] = row

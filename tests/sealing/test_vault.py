@@ -62,7 +62,6 @@ class _Calls(BaseHTTPRequestHandler):
     server: FakeVault
 
     def do_POST(self) -> None:
-        """Answer."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((self.path, dict(self.headers)))
         what, name = self.path.split("/")[-2:]
@@ -86,7 +85,7 @@ class _Calls(BaseHTTPRequestHandler):
         self.wfile.write(answer)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @contextmanager
@@ -108,7 +107,7 @@ def running(context: ssl.SSLContext | None = None) -> Iterator[FakeVault]:
 
 @pytest.fixture
 def vault() -> Iterator[FakeVault]:
-    """One without TLS."""
+    """A Vault without TLS."""
     with running() as server:
         yield server
 
@@ -124,7 +123,7 @@ def token(tmp_path: Path) -> Path:
 def master_at(
     vault: FakeVault, token: Path, name: str = "kv", scheme: str = "http", more: str = ""
 ) -> Master:
-    """The master key there."""
+    """The master key in that Vault."""
     return open_master(
         f"vault:{scheme}://127.0.0.1:{vault.server_port}/transit/keys/{name}?token={token}{more}"
     )

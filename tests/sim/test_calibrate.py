@@ -43,7 +43,7 @@ def _sample(part: str, what: str, size_bytes: int, count: int, seconds: float) -
 
 
 def _machine(noise: float = 0.0, seed: int = 1) -> Measured:
-    """A machine that is exactly what the model says, but for noise."""
+    """A machine that behaves exactly like the model, plus noise."""
     rng = random.Random(seed)
 
     def about(seconds: float) -> float:

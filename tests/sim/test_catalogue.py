@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Fifo:
-    """A policy as somebody else might write it: it wants its capacity, and never looks at uses."""
+    """A policy written outside of this project: it takes its capacity, and ignores uses."""
 
     def __init__(self, capacity_pages: int) -> None:
         self.capacity_pages = capacity_pages
@@ -177,7 +177,7 @@ def test_a_policy_is_found_by_name_and_given_its_capacity_if_it_takes_one() -> N
 
 
 class Picky(Lru):
-    """It is made with something else than a capacity."""
+    """A policy whose constructor needs more than a capacity."""
 
     def __init__(self, capacity: int, more: str) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ TABLE = {
 
 
 def _close(value: float, printed: str, digits: int) -> bool:
-    """Whether `value` rounds to what is printed; half a unit of the last digit is on the line."""
+    """Whether `value` rounds to the printed number, including exactly half a unit of its last digit."""
     expected = float(printed)
     unit = 10.0 ** (int(f"{expected:e}".split("e")[1]) - digits + 1)
     return abs(value - expected) <= unit * 0.5 + 1e-9 * abs(expected)

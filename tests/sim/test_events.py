@@ -25,7 +25,7 @@ N = 400_000
 def _queue(
     load: float, service: npt.NDArray[np.float64], servers: int = 1, seed: int = 7
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Arrivals at random at one queue; arrival and departure of each."""
+    """Random arrivals at one queue; returns arrival and departure of each."""
     rng = np.random.default_rng(seed)
     arrival_s = np.cumsum(rng.exponential(1 / (load * servers), len(service)))
     with Events() as events:
@@ -76,7 +76,7 @@ def test_littles_law_holds_for_the_number_in_the_system() -> None:
 def _simpy_stream(
     jobs: Sequence[tuple[float, float, int]], routes: Sequence[Sequence[Step]], servers: Sequence[int]
 ) -> list[float]:
-    """The same in simpy: each message a process that asks for each resource in turn."""
+    """The same in simpy: each message is a process that requests each resource in turn."""
     world = simpy.Environment()
     resources = [simpy.Resource(world, capacity=count) for count in servers]
     done = [0.0] * len(jobs)

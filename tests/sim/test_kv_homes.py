@@ -68,7 +68,7 @@ def test_pages_are_spread_over_the_drives_like_their_lots() -> None:
 
 
 def _fetches(drives: int, users: int = 40, blocks: int = 64) -> Result:
-    """Users who come back with long prompts, one every second, to one node; the drives are what is slow."""
+    """Returning users with long prompts, one per second, at one node whose drives are the bottleneck."""
     slow = replace(ONE, drives_per_node=drives, drive_read_bytes_per_s=1e6, gpu_flops_per_s=4e18)
     stored = [(user, tuple(range(user * blocks, (user + 1) * blocks))) for user in range(users)]
     requests = [

@@ -28,7 +28,7 @@ def _run(
 def _put_message_s(
     size_bytes: float, cluster: Cluster = ONE, path: PathName = "triggered", pages: int = 2
 ) -> float:
-    """What one message takes to a drive when nothing else is under way."""
+    """The time of one message to an idle drive."""
     pcie_s = size_bytes / cluster.pcie_bytes_per_s + cluster.pcie_latency_s
     if path == "cpu":
         host_s = pages * cluster.cpu_message_s + size_bytes / cluster.host_copy_bytes_per_s

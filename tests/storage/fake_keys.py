@@ -20,7 +20,7 @@ VAULT_KEYS = 4  # so few that they take turns
 
 
 class FakeKeyring:
-    """What is durable."""
+    """The durable part of a keyring."""
 
     def __init__(self) -> None:
         self.header_secret = os.urandom(32)
@@ -43,7 +43,7 @@ class FakeKeyring:
 
 
 class FakeKeys:
-    """What a process has of it."""
+    """A process's view of the keyring."""
 
     def __init__(self, ring: FakeKeyring) -> None:
         self.ring = ring

@@ -1,4 +1,4 @@
-"""A lane over a fake drive: it does what `nic_offload/lane.c` does, when a seed says so."""
+"""A lane over a fake drive: it acts like `nic_offload/lane.c`, at moments chosen by a seed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Record:
 
 
 class FakeLane:
-    """Of one drive. Its peers hear `written` from it, in `told`, before the store does."""
+    """The lane of one drive. Its peers get `written`, in `told`, before the store learns of the record."""
 
     def __init__(self, store: Store, drive: Drive, disk: FakeDisk, seed: int) -> None:
         self.told: dict[int, PutDone] = {}  # what peers have heard, by tag
@@ -74,7 +74,7 @@ class FakeLane:
 
     @property
     def pages(self) -> int:
-        """That are not the store's, as far as it knows."""
+        """The pages that the store doesn't own, as far as it knows."""
         return self.ground.pages + self.next.pages + (0 if self._is_heard else self._before.pages)
 
     def state(self) -> LaneState:
@@ -96,7 +96,7 @@ class FakeLane:
         return state
 
     def _take(self, pages: int) -> bool:
-        """Whether there is ground for it, on this ground or on the next."""
+        """Whether the current ground, or the next one, has room."""
         if not self.ground.records or self.ground.pages < pages:
             if not self.next.records or self.next.pages < pages:
                 return False
@@ -120,7 +120,7 @@ class FakeLane:
     # --- what peers and time do
 
     def takes(self, item: PutItem, done: PutsDone) -> bool:
-        """A block has landed: whether it writes it."""
+        """Whether it writes a landed block."""
         size = record_bytes(item.length)
         name = item[:2]
         if self._store.drives[self._store._placement.order(*name)[0]] is not self.drive:
@@ -163,7 +163,7 @@ class FakeLane:
         return True
 
     def step(self) -> None:
-        """Let some writes end, and tell of some."""
+        """End some writes, and report some."""
         if self.dice.random() < 0.7:
             self._end_some()
         while self.records and self.records[0].result is not None and self.dice.random() < 0.8:
@@ -173,11 +173,11 @@ class FakeLane:
 
     @property
     def unheard(self) -> list[Record]:
-        """Which the store doesn't know."""
+        """The records that the store doesn't know yet."""
         return [one for one in (*self._ended, *self.records) if not one.is_heard]
 
     def hear(self) -> None:
-        """The store learns of what is under way."""
+        """Report the blocks under way to the store."""
         self._hear(self.records)
 
     def _hear(self, records: Iterable[Record]) -> None:
@@ -187,7 +187,7 @@ class FakeLane:
                 self.drive.puts.under_way([one.item], one.done)
 
     def take_note(self) -> None:
-        """What has been told of goes into the store: together, if it knows none of them and all is well."""
+        """Report completed blocks to the store: together, if all succeeded and none is known to it."""
         ended, self._ended = self._ended, []
         if not ended:
             return
@@ -221,7 +221,7 @@ class FakeLane:
             one.done([PutDone(one.item.tag, error, Durability.WRITTEN, generation)])
 
     def drain(self) -> None:
-        """As a node does before it closes the store."""
+        """Finish all writes, as a node does before it closes the store."""
         for _ in range(10_000):
             if not self.records and not self._ended:
                 return

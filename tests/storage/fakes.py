@@ -136,11 +136,11 @@ class FakeDisk:
             os.close(self._event_fd)
 
     def after_kill(self, seed: int) -> FakeDisk:
-        """What the next process finds: all that ended, and of what was in flight whatever the seed says."""
+        """The drive for the next process: all completed operations, and some of those in flight."""
         return self._after(self.pages, [], seed)
 
     def after_power_loss(self, seed: int) -> FakeDisk:
-        """What the next boot finds: all that was synced, and of the rest whatever the seed says."""
+        """The drive after power loss: everything synced, and some of the rest."""
         return self._after(self.durable, self.unsynced, seed)
 
     def flip(self, offset: int, bit: int) -> None:
@@ -222,7 +222,7 @@ class FakeDisk:
 
 
 class FakeDrives:
-    """Drives in memory, by number; those that are away are errors."""
+    """Drives in memory, by number; absent ones are errors."""
 
     def __init__(self, disks: Sequence[FakeDisk], away: Collection[int] = ()) -> None:
         self._disks = disks

@@ -1,4 +1,4 @@
-"""A store with blocks and sessions, some of them deleted, and how to see that all that is left is intact."""
+"""A store with blocks and sessions, some of them deleted, and a check that everything else is intact."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def live() -> list[int]:
 
 
 def all_is_there(rig: StoreRig) -> None:
-    """Every record reads exact, and puts that fill the drive twice over cost none that may not go."""
+    """Every record is exact, and filling the drive twice evicts no protected block."""
     rig.open()
     for number in live():
         done, got = rig.get(number)

@@ -1,4 +1,4 @@
-"""Rows of an index that say only how blocks are named, for tests of who hears of them."""
+"""Rows of an index with only the names of blocks, for tests of its callbacks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["padded", "rows"]
 
 
 def padded(key: bytes) -> bytes:
-    """Return a short key as it is in a row."""
+    """Return a short key with the padding of a row."""
     return key.ljust(KEY_BYTES, b"\0")
 
 
 def rows(names: Sequence[tuple[bytes, bytes]]) -> NDArray[Any]:
-    """Return what an index has of blocks with these names."""
+    """Return the index's rows of blocks with these names."""
     named = np.zeros(len(names), BLOCK_ROW)
     data = b"".join(tenant + padded(key) for tenant, key in names)
     names_in(named)[:] = np.frombuffer(data, np.uint8).reshape(-1, NAME_BYTES)

@@ -1,4 +1,4 @@
-"""A store of two drives in memory, and where things lie in it."""
+"""A store of two drives in memory, and on which of them things are stored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def user_drive(rig: StoreRig) -> int:
 
 
 def fail(rig: StoreRig, position: int, fault: int = -errno.EIO) -> None:
-    """Let a drive's next write fail, and bring one about."""
+    """Make a drive's next write fail, and cause one."""
     disk = rig.disks[position]
     disk.faults = {disk.operations: fault}
     assert rig.put(homed(rig, position, start=90_000)[0], b"x").error is not None

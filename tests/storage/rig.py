@@ -139,7 +139,7 @@ class StoreRig:
         self.disks[0] = disk
 
     def kill(self) -> None:
-        """What SIGKILL does to everything but the drives."""
+        """Lose everything but the drives, as SIGKILL does."""
         self.lanes = []
         for drive in self.store.drives:
             drive._index.abandon()
@@ -150,7 +150,7 @@ class StoreRig:
         self._slot_of.clear()
 
     def close(self) -> None:
-        """As a node does it: what the lanes have comes to an end before the store."""
+        """Finish the lanes' writes and close the store, as a node does."""
         for lane in self.lanes:
             lane.drain()
         self.take_note()
@@ -296,7 +296,7 @@ class StoreRig:
         return done, b"" if done.miss else ctypes.string_at(address + HEADER_BYTES, done.length)
 
     def get_miss(self, number: int) -> bool:
-        """Whether a get of it is a miss."""
+        """Whether a get of the block misses."""
         return self.get(number)[0].miss is not None
 
     def change_session(self, item: SessionItem) -> SessionDone:
@@ -333,7 +333,7 @@ class StoreRig:
                 self.poll()
 
     def settle_by_polling(self, tag: int) -> None:
-        """Poll until a put is answered, though nothing but the time brings that about."""
+        """Poll until a put is acknowledged that needs only time."""
         for _ in range(_ANSWER_MS_MAX):
             if tag in self.put_done:
                 return
@@ -364,7 +364,7 @@ class StoreRig:
         self.store.poll()
 
     def use_lanes(self, seed: int) -> None:
-        """Let blocks be written by lanes, as far as these take them."""
+        """Let lanes write the blocks that they accept."""
         self.lanes = [
             FakeLane(self.store, drive, self.disks[drive.number], seed + drive.number)
             for drive in self.store.drives
@@ -384,19 +384,19 @@ class StoreRig:
         self._hear_lanes()
 
     def take_note(self) -> None:
-        """What a node does before anybody asks its store for anything."""
+        """Do what a node does before each call to its store."""
         for lane in self.lanes:
             lane.hear()
         self.take_written()
 
     def take_written(self) -> None:
-        """What a node does when lanes tell of records."""
+        """Do what a node does when lanes report records."""
         for lane in self.lanes:
             lane.take_note()
         self._hear_lanes()
 
     def _hear_lanes(self) -> None:
-        """Peers hear of it before the store does."""
+        """Take the acknowledgements that peers got before the store was told."""
         for lane in self.lanes:
             self.put_done.update(lane.told)
             lane.told.clear()

@@ -1,4 +1,4 @@
-"""A table's file as no table writes it, or on a drive that is full; and names whose hashes are alike."""
+"""A table's file with states that no table writes, or on a full drive; and names with equal hashes."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def is_live(rows: NDArray[Any]) -> NDArray[np.intp]:
 
 
 def close_head(data: bytearray) -> None:
-    """Give a head that was changed its right check."""
+    """Update the check of a changed head."""
     head, _ = view_of(data)
     until = HEAD.fields["check"][1] if HEAD.fields else 0
     head["check"] = siphash(head["secret"].tobytes(), bytes(data[:until]))
 
 
 def close_rows(data: bytearray) -> None:
-    """Give rows that were changed their right checks, and the head their sum."""
+    """Update the checks of changed rows, and their sum in the head."""
     head, rows = view_of(data)
     secret, total = head["secret"].tobytes(), 0
     until = BLOCK_ROW.fields["check"][1] if BLOCK_ROW.fields else 0
@@ -135,7 +135,7 @@ def _one_more(data: bytearray) -> None:
 
 
 def _another_sum(data: bytearray) -> None:
-    """A row that is gone came back instead of one that is live: there are as many."""
+    """Swap a removed row with a live one: the number of live rows stays the same."""
     _, rows = view_of(data)
     here = int(is_live(rows)[0])
     there = int(np.flatnonzero(rows["gone"] > 0)[0])
@@ -191,7 +191,7 @@ def test_rows_swapped_while_the_file_is_open_are_not_confused(tmp_path: Path) ->
 
 @contextmanager
 def files_end_at(size_bytes: int) -> Iterator[None]:
-    """Nothing can be written behind a place in a file, as on a full drive; what is before it can be."""
+    """Make writes beyond an offset of a file fail, as on a full drive."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:

@@ -33,7 +33,7 @@ ROW = BLOCK_ROW.itemsize
 
 
 class Model:
-    """A table, and what it should have."""
+    """A table, and its expected content."""
 
     def __init__(self, path: Path, seed: int, names: Sequence[Name] = NAMES) -> None:
         self.path = path
@@ -245,7 +245,7 @@ def test_a_forged_or_reverted_removal_is_detected(tmp_path: Path, what: str) -> 
 
 @contextmanager
 def unwritable(model: Model) -> Iterator[None]:
-    """The file takes nothing; what it has can be read."""
+    """Make the file read-only for the table."""
     fd = model.table._fd
     own, reader = os.dup(fd), os.open(model.path, os.O_RDONLY)
     os.dup2(reader, fd)

@@ -68,12 +68,12 @@ class Watch:
         self.in_clear = self.encrypted = 0
 
     def was_put(self, payload: bytes) -> None:
-        """Remember how the sectors of a payload begin, but for what all payloads are filled up with."""
+        """Remember the beginnings of a payload's sectors, apart from the common filling."""
         begins = (payload[at : at + self.WORD_BYTES] for at in range(0, len(payload), SECTOR_BYTES))
         self._begins.update(one for one in begins if len(one) == self.WORD_BYTES and one.strip(b"-"))
 
     def written(self, data: bytes) -> None:
-        """A drive is given this."""
+        """Examine a write to a drive."""
         begins = [data[at : at + self.WORD_BYTES] for at in range(0, len(data), SECTOR_BYTES)]
         self.in_clear += sum(one in self._begins for one in begins)
         self.encrypted += begins.count(self.ENCRYPTED)
@@ -115,7 +115,7 @@ class Step:
 
 @dataclass
 class Expected:
-    """What was ever put under each name, what has to be there, what must not, and what sessions were."""
+    """Everything put under each name, which blocks must be stored or gone, and the sessions' states."""
 
     invoked: dict[int, list[bytes]] = field(default_factory=dict)
     acknowledged: dict[int, tuple[bytes, Durability]] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Expected:
 
 
 class Life:
-    """One life of the store: what it was asked and what it answered."""
+    """One life of the store: its calls and their results."""
 
     def __init__(self, rig: StoreRig, rng: random.Random, expected: Expected) -> None:
         self.rig = rig
@@ -142,7 +142,7 @@ class Life:
         self.lost = False  # a drive that was there in this life is left out after it
 
     def note_evictions(self) -> None:
-        """What went for room need not be there any more, and nothing else may go by itself."""
+        """Evicted blocks are no longer expected; no other block may be missing."""
         self.rig.take_note()
         numbers = list(self.expected.acknowledged)
         stored = self.rig.store.lookup([(TENANT, key(number)) for number in numbers])
@@ -154,14 +154,14 @@ class Life:
                 del self.expected.acknowledged[number]
 
     def was_gone_at_the_close(self, number: int) -> Eviction | None:
-        """What became of a block while the store was closed and nobody could ask it, if it went then."""
+        """The removal of a block, if it happened while the store was closing."""
         if not self.closed:
             return None
         gone = [history.of(TENANT + key(number)) for history in self.histories]
         return max((one for one in gone if one is not None), key=lambda one: one.at_ms, default=None)
 
     def live(self) -> None:
-        """Do things at random, with blocks that go so that extents are used again, and stop anywhere."""
+        """Random operations that reuse extents, stopped anywhere."""
         actions = [self.put] * 40 + [self.rig.poll_once] * 20 + [self.delete] * 12 + [self.settle] * 8
         actions += [self.session] * 12 + [self.evict] * 4 + [self.wait] * 8
         for _ in range(self.rng.randrange(5, 50)):
@@ -170,7 +170,7 @@ class Life:
             self.note_evictions()
 
     def put(self, again: float = 0.5) -> None:
-        """Put something, or with this probability what was put under the name before."""
+        """Put new bytes, or with this probability those put under the name before."""
         number, expected = self.rng.randrange(NAMES), self.expected
         stored = expected.invoked.setdefault(number, [])
         if stored and self.rng.random() < again:
@@ -193,7 +193,7 @@ class Life:
         )
 
     def put_first(self) -> None:
-        """Put before anybody has got anything, and stop anywhere."""
+        """Put before the first get, and stop at any moment."""
         for _ in range(self.rng.randrange(1, 20)):
             self.put(again=0.9)
             if self.rng.random() < 0.3:
@@ -258,7 +258,7 @@ class Life:
         self.rig.clock.now_ms += self.rng.randrange(5)
 
     def hear(self) -> None:
-        """Take note of what has been reported."""
+        """Process the reported results."""
         expected = self.expected
         for tag in [tag for tag in self.pending_puts if tag in self.rig.put_done]:
             put = self.pending_puts.pop(tag)
@@ -284,7 +284,7 @@ class Life:
                 )
 
     def note_acknowledged(self, put: Put) -> None:
-        """What was acknowledged is what is stored; another block of the name can only have gone for room before."""
+        """The acknowledged block is the stored one; another block of its name can only have been evicted before."""
         payload, durability = self.expected.acknowledged.get(put.number, (put.payload, put.durability))
         if payload != put.payload:
             gone = self.rig.store.explain(TENANT, key(put.number)).gone
@@ -295,7 +295,7 @@ class Life:
         self.expected.acknowledged[put.number] = (put.payload, max(durability, put.durability))
 
     def allowed(self, number: int, survives: Durability) -> set[State]:
-        """What a session may be after a crash that leaves what is as durable as this."""
+        """The possible states of a session after a crash that keeps everything this durable."""
         now: set[State] = {self.expected.sessions.get(number)}
         ever, before = set(now), set(now)
         for tag, step in self.steps.get(number, []):
@@ -320,7 +320,7 @@ def check_get(rig: StoreRig, number: int, expected: Expected) -> None:
 
 
 def drives_of(rig: StoreRig, numbers: Iterable[int]) -> dict[int, set[int]]:
-    """On which drives each block lies."""
+    """The drives on which each block is stored."""
     return {
         number: {
             drive.number for drive in rig.store.drives if drive.lookup([(TENANT, key(number))]) != [None]
@@ -363,7 +363,7 @@ def test_crashes_with_two_drives(data: Path, first_seed: int, monkeypatch: pytes
 
 
 def is_encrypted(seed: int) -> bool:
-    """Half of them: with small and large drives, with lanes and without."""
+    """Whether a run is encrypted: half of them are, with small and large drives, with and without lanes."""
     return seed % 8 in {1, 3, 4, 6}
 
 
@@ -381,7 +381,7 @@ def test_half_of_the_seeds_encrypt_in_addition() -> None:
 
 
 def check_watches(watches: dict[int, Watch]) -> None:
-    """The encrypted ones wrote nothing in the clear; that the others did shows that it would be seen."""
+    """Encrypted stores wrote nothing in the clear; the others did, so the check works."""
     for encrypts in (False, True):
         some = [watch for seed, watch in watches.items() if is_encrypted(seed) is encrypts]
         assert (sum(one.in_clear for one in some) > 0) is not encrypts
@@ -389,7 +389,7 @@ def check_watches(watches: dict[int, Watch]) -> None:
 
 
 def slice_sessions(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Let steps of sessions be done in many slices, or in one; a crash comes between any two of them."""
+    """Do steps of sessions in many slices or in one; a crash may come between any two."""
     monkeypatch.setattr("kvstore.storage.session_writes.SESSION_SLICE_BLOCKS", (1, 2, 252)[seed % 3])
 
 
@@ -442,7 +442,7 @@ def run(data: Path, seed: int, drives: int = 1) -> Watch:
 
 
 def lose(expected: Expected, life: Life, places: dict[int, set[int]], away: int) -> None:
-    """Expect no more of what lay on a drive that is left out; a session either did or didn't."""
+    """Expect no block of a drive that is left out; a session may be lost or not."""
     # A block that lay nowhere yet was put by the close, which nobody has asked where to.
     for number in [one for one in expected.acknowledged if places[one] <= {away}]:
         del expected.acknowledged[number]
@@ -450,7 +450,7 @@ def lose(expected: Expected, life: Life, places: dict[int, set[int]], away: int)
 
 
 def end(rig: StoreRig, rng: random.Random, life: Life, seed: int) -> Durability:
-    """Close, kill or cut the power; tell what survives that."""
+    """Close, kill or cut the power; returns the durability that survives."""
     if rng.random() < 0.2:
         rig.close()
         life.hear()
@@ -469,7 +469,7 @@ def end(rig: StoreRig, rng: random.Random, life: Life, seed: int) -> Durability:
 
 
 def survive(rig: StoreRig, life: Life, survives: Durability, where: str) -> None:
-    """See which sessions there are after a crash, and expect only what survives it; no block is read."""
+    """Note which sessions survived a crash, and expect only what had to survive; no block is read."""
     expected = life.expected
     expected.acknowledged = {one: was for one, was in expected.acknowledged.items() if was[1] >= survives}
     expected.gone = {one: durability for one, durability in expected.gone.items() if durability >= survives}

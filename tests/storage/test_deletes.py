@@ -1,4 +1,4 @@
-"""Deleting and evicting: what is gone at once, what never returns, and when that is reported."""
+"""Deletion and eviction: what is removed at once, what never returns, and when that is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a crash may have torn: no put is settled with it before somebody has checked its bytes."""
+"""Blocks that a crash may have torn: no put is settled with one before its bytes were checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def disk_of(rig: StoreRig) -> FakeDisk:
 
 
 def tear(rig: StoreRig, number: int) -> None:
-    """Let a payload's last page be lost."""
+    """Lose a payload's last page."""
     offset, size = rig.record_at(number)
     disk = disk_of(rig)
     last = (offset + size) // PAGE_BYTES - 1

@@ -1,4 +1,4 @@
-"""Sessions in a store of several drives: where they lie, what they name, and that there is never a second one."""
+"""Sessions in a store of several drives: where they are stored, and that there is never a second copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drives that are added, away, back, foreign, blank or broken: which of them a store believes, and what it forgets."""
+"""Drives that are added, absent, back, foreign, blank or broken: which of them a store trusts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def superblock(number: int, set_number: int, drives: int, store: bytes = STORE) 
 
 
 def fresh(disks: list[FakeDisk]) -> list[FakeDisk]:
-    """The same drives, for another opening."""
+    """The same drives, to be opened again."""
     return [FakeDisk(disk.pages, capacity=disk.capacity_bytes) for disk in disks]
 
 
@@ -52,7 +52,7 @@ def opened(rig: StoreRig, *, without: tuple[int, ...] = ()) -> None:
 
 
 def refused(rig: StoreRig, kind: type[Exception], match: str, *, without: tuple[int, ...] = ()) -> None:
-    """An opening that fails leaves everything as it is."""
+    """A refused opening changes nothing."""
     before = [dict(disk.pages) for disk in rig.disks]
     rig.disks = fresh(rig.disks)
     with pytest.raises(kind, match=match) as caught:
@@ -63,7 +63,7 @@ def refused(rig: StoreRig, kind: type[Exception], match: str, *, without: tuple[
 
 
 def stored(rig: StoreRig) -> set[int]:
-    """Which blocks are there, each exact."""
+    """The stored blocks, each exact."""
     found = set()
     for number, payload in PAYLOADS.items():
         done, got = rig.get(number)
@@ -90,7 +90,7 @@ def on(rig: StoreRig, position: int) -> set[int]:
 
 
 def a_drive_away(rig: StoreRig, away: int) -> set[int]:
-    """Open without it, and delete a block of its and one of the other's; give the other's that are left."""
+    """Leave a drive out and delete a block of each drive; returns the blocks left on the other."""
     theirs, ours = on(rig, away), on(rig, 1 - away)
     rig.store.close()
     rig.disks = fresh(rig.disks)
@@ -431,7 +431,7 @@ def test_the_folders_file_round_trips_and_a_damaged_one_counts_as_missing(tmp_pa
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[StoreRig]:
-    """A store over two files that lie elsewhere."""
+    """A store over two files outside of its folder."""
     rig = StoreRig(tmp_path / "data")
     rig.specs = [DriveSpec(tmp_path / f"{name}.kv", DRIVE_CAPACITY_BYTES_MIN) for name in "ab"]
     rig.open()

@@ -1,4 +1,4 @@
-"""Several drives in one store: where things go, what a drive that fails takes with it, and what it doesn't."""
+"""Several drives in one store: where blocks and sessions go, and what a failed drive affects."""
 
 from __future__ import annotations
 
@@ -352,7 +352,7 @@ def _life(data: Path, position: int, plant: Callable[[FakeDisk], None]) -> int:
 
 
 def _put_twice(rig: StoreRig, numbers: list[int]) -> dict[int, bytes]:
-    """Put blocks, the second time on another drive if need be; give those that were kept."""
+    """Put blocks, if necessary a second time on another drive; returns the stored ones."""
     safe = {}
     for number in numbers:
         payload = bytes([number % 251]) * 5000

@@ -1,4 +1,4 @@
-"""A store with encrypted records: what reaches its drive, who can read it, and what is left without a key."""
+"""A store with encrypted records: what its drive contains, who can read it, and what is left without a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A drive that was in use before it had keys: what it has is encrypted beside all other work, and nothing is lost."""
+"""A drive in use before it had keys: its data is encrypted beside all other work, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def payload(number: int) -> bytes:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Iterator[StoreRig]:
-    """A store with blocks and a session in the clear, and what deleted ones have left; it is closed."""
+    """A closed store with blocks and a session in the clear, and remains of deleted ones."""
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     for number in range(BLOCKS + 4):
@@ -61,12 +61,12 @@ def pages(rig: StoreRig) -> dict[int, bytes]:
 
 
 def is_marked(rig: StoreRig) -> bool:
-    """Whether anything that was put can be read on the drive."""
+    """Whether anything put is readable on the drive."""
     return any(MARK in page or LABEL.encode() in page or USER in page for page in pages(rig).values())
 
 
 def opened(rig: StoreRig) -> StoreRig:
-    """In another life, with keys."""
+    """The store, opened again with keys."""
     if rig.keyring is None:
         rig.keyring = FakeKeyring()
     rig.disk = FakeDisk(pages(rig))
@@ -75,7 +75,7 @@ def opened(rig: StoreRig) -> StoreRig:
 
 
 def turn(rig: StoreRig) -> None:
-    """What a node does within a tick, a while later."""
+    """Do a node's work of one tick, a while later."""
     rig.clock.now_ms += ENCRYPT_REST_MS
     rig.store.poll()
     for _ in range(POLLS_MAX):
@@ -98,7 +98,7 @@ def is_whole(rig: StoreRig, numbers: Iterable[int] = range(BLOCKS)) -> bool:
 
 
 def is_sound(rig: StoreRig) -> bool:
-    """Close it, and hold its index against its drive."""
+    """Close it, and compare its index with its drive."""
     rig.store.close()
     assert rig.keyring is not None
     disk = FakeDisk(pages(rig))
@@ -195,7 +195,7 @@ def entry_of(rig: StoreRig, number: int) -> Entry | None:
 
 
 def until(rig: StoreRig, happened: Callable[[], bool]) -> None:
-    """Let it go on, a poll at a time."""
+    """Continue, one poll at a time, until a condition holds."""
     for _ in range(TURNS_MAX):
         if happened():
             return
@@ -206,7 +206,7 @@ def until(rig: StoreRig, happened: Callable[[], bool]) -> None:
 
 
 def held_in_the_middle(rig: StoreRig) -> int:
-    """Go on until a block is being written anew, and say which; when all were, one of those that are left."""
+    """Continue until a block is being rewritten; returns it, or a stored one if all have been."""
 
     def rewritten() -> list[int]:
         return [number for number in range(BLOCKS) if rig.store.is_putting((TENANT, key(number)))]
@@ -522,7 +522,7 @@ def test_no_label_is_left_even_if_sessions_change_and_the_process_is_killed_mean
 
 
 def change_sessions(rig: StoreRig, chance: random.Random, times: int, until: int = 6) -> None:
-    """Append to some, fork and remove others; what there is no session for changes nothing."""
+    """Append to, fork and remove sessions; steps of missing sessions change nothing."""
     for _ in range(times):
         number, other = chance.sample(range(1, until), 2)
         what = chance.random()

@@ -1,4 +1,4 @@
-"""Sessions in the epochs of a cluster: one of another epoch is none, and a late step leaves a later one alone."""
+"""Sessions in the epochs of a cluster: those of other epochs don't count, and a late step changes nothing."""
 
 from __future__ import annotations
 

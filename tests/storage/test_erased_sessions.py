@@ -50,7 +50,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, by
 
 
 def used(filled: tuple[Path, dict[int, bytes]], folder: Path, seed: int) -> StoreRig:
-    """The store with changes that wait for a sync: the session has grown, the other one has given up its chunk."""
+    """A store with changes that wait for a sync: the session has grown, the other has released its chunk."""
     data, pages = filled
     shutil.copytree(data, folder)
     rig = StoreRig(folder, FakeDisk(pages, seed=seed))
@@ -76,7 +76,7 @@ def erase(rig: StoreRig) -> SessionDone:
 
 
 def left(rig: StoreRig) -> list[int]:
-    """The pages that say anything of the session; headers of blocks have the key of one."""
+    """The pages that contain data of the session; headers of blocks contain one key each."""
     assert rig.disk is not None
     return [
         page
@@ -183,6 +183,6 @@ def test_a_clean_stop_in_the_middle_leaves_nothing_that_the_next_start_does_not_
 
 
 def left_of(rig: StoreRig) -> list[int]:
-    """As `left` of a store that is closed, in which the other session has no chunk."""
+    """The same for a closed store in which the other session has no chunk."""
     assert rig.disk is not None
     return [page for page, said in rig.disk.pages.items() if LABEL.encode() in said or said.count(SAID) > 1]

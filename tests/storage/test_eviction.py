@@ -1,4 +1,4 @@
-"""Eviction through the store: what goes, what stays, and who waits."""
+"""Eviction through the store: which blocks are evicted, which stay, and which puts wait."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_a_removed_session_is_no_longer_protected(small: StoreRig) -> None:
 
 
 def hold_all(rig: StoreRig, guard: Guard) -> list[Held]:
-    """Fill the drive with blocks that are held."""
+    """Fill the drive with guarded blocks."""
     held: list[Held] = []
     for number in range(FIT):
         if rig.store.statistics().free_bytes < 2 * PAYLOAD_PAGES * PAGE_BYTES:

@@ -1,4 +1,4 @@
-"""What a failing drive does to the store: errors where they belong, and never wrong bytes."""
+"""The effects of a failing drive on the store: errors for its blocks, and never wrong bytes."""
 
 from __future__ import annotations
 

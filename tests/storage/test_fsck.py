@@ -1,4 +1,4 @@
-"""`kvstore fsck`: what it finds and repairs, and that it changes nothing that is intact."""
+"""`kvstore fsck`: what it finds and repairs, and that it changes nothing intact."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def is_whole(rig: StoreRig) -> None:
 
 
 def tamper(rig: StoreRig, change: Callable[[Index], object]) -> None:
-    """Change the index of a closed store behind its back."""
+    """Change the index of a closed store."""
     index = Index(rig.data / "index-0", 0)
     change(index)
     index.abandon()

@@ -1,4 +1,4 @@
-"""The index by itself: growing, failing, and the callbacks that hear of it."""
+"""The index by itself: growth, failures, and its callbacks."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_unwritable_index_stops_puts_and_not_gets(fake: StoreRig, monkeypatch
 
 
 class KilledError(Exception):
-    """The process has died."""
+    """The process was killed."""
 
 
 @pytest.mark.parametrize("what", ["remove", "publish"])

@@ -58,7 +58,7 @@ def killed(tmp_path: Path) -> StoreRig:
 
 
 def put_row(rig: StoreRig, change: Callable[[Index, Any], object]) -> None:
-    """Change rows behind the store's back, with every sum of LMDB's own right."""
+    """Change rows outside of the store, with all checks of LMDB updated."""
     index = Index(rig.data / "index-0", 0)
     index.write(lambda transaction: change(index, transaction))
     index.abandon()
@@ -76,7 +76,7 @@ def commit_is_noted(rig: StoreRig) -> None:
 
 
 def change_blocks(rig: StoreRig, change: Callable[[Index], object]) -> None:
-    """Change blocks behind the store's back, with every check of their rows right."""
+    """Change blocks outside of the store, with all checks of their rows updated."""
     index = Index(rig.data / "index-0", 0)
     change(index)
     index.abandon()
@@ -254,7 +254,7 @@ def test_a_sealed_file_with_one_flipped_bit_is_not_sealed(closed: StoreRig) -> N
 
 
 def believed(rig: StoreRig) -> Index:
-    """Open the index as a start after a kill does, and look through it."""
+    """Open the index as after a kill, and read all of it."""
     superblock = _superblock(rig)
     lock = FolderLock(rig.data)
     note = lock.place(0).note
@@ -295,7 +295,7 @@ def _reference(index: Index, transaction: Any) -> None:
 
 
 def _nowhere(index: Index, transaction: Any) -> None:
-    """A session's row whose check is right and whose place no record can have."""
+    """A session's row with a valid check and an impossible place."""
     with transaction.cursor(index.sessions) as cursor:
         cursor.first()
         session, row = cursor.item()
@@ -307,7 +307,7 @@ def _beyond(index: Index) -> None:
 
 
 def _elsewhere(index: Index) -> None:
-    """A row whose checks are all right and whose record's header says something else."""
+    """A row whose checks are valid, and whose record has another header."""
     put_changed(index, crc32c=1)
 
 
@@ -386,7 +386,7 @@ def failing(*_: object, **__: object) -> Any:
 
 @pytest.fixture
 def full_disk() -> Iterator[Callable[[StoreRig], AbstractContextManager[None]]]:
-    """A way to make an open table's file one that takes nothing and has only zeros."""
+    """Make an open table's file full, with only zeros in it."""
     with ExitStack() as last:
         full = os.open("/dev/full", os.O_RDWR)
         last.callback(os.close, full)
@@ -433,7 +433,7 @@ def test_an_index_that_fails_during_operation_is_a_typed_error_and_no_acknowledg
 
 
 class _Broken:
-    """An environment in which nothing can be begun."""
+    """An environment in which no transaction can begin."""
 
     def __init__(self, env: Any) -> None:
         self._env = env

@@ -41,7 +41,7 @@ def structure(tmp_path: Path) -> bytearray:
 
 
 def pages_of_kind(data: bytes | bytearray, flags: int) -> list[int]:
-    """Pages that lie in a tree, as far as the kind says; some may be free."""
+    """Pages of a tree by their kind; some may be free."""
     return [
         page
         for page in range(2, len(data) // PAGE)

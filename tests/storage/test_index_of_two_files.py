@@ -1,4 +1,4 @@
-"""An index is two files, the table of blocks and LMDB's: it is believed only if both are of one time."""
+"""An index is two files, the table of blocks and LMDB's: it is trusted only if both are of the same commit."""
 
 from __future__ import annotations
 

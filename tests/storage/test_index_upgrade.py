@@ -90,7 +90,7 @@ def entries(rig: StoreRig) -> list[Entry | None]:
 
 
 def nothing_is_wrong(rig: StoreRig) -> None:
-    """Neither with the folder, nor with the tables of LMDB."""
+    """Nothing is wrong with the folder or the tables of LMDB."""
     keyring = rig.keyring.open if rig.keyring is not None else None
     report = check(
         rig.data, source=FakeDrives([FakeDisk(disk_of(rig).pages)]), boot_id=rig.boot_id, open_keys=keyring
@@ -155,7 +155,7 @@ def test_an_older_builds_index_is_converted_without_a_scan(
 
 
 class KilledError(Exception):
-    """The process has died."""
+    """The process was killed."""
 
 
 def die(*_: object, **__: object) -> Any:

@@ -1,4 +1,4 @@
-"""Labels of sessions: in no index in the clear once a store has keys, and lost with the key of their user."""
+"""Labels of sessions: never in an index in the clear once a store has keys, and lost with their user's key."""
 
 from __future__ import annotations
 

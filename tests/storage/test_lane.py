@@ -1,4 +1,4 @@
-"""A lane among a store's own writes: in order, told of once, and found again after SIGKILL."""
+"""A lane beside a store's own writes: in order, reported once, and recovered after SIGKILL."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def payload(number: int) -> bytes:
 
 
 def land(rig: StoreRig, number: int) -> int:
-    """A block comes that the lane takes."""
+    """Land a block that the lane takes."""
     before = len(lane_of(rig).records)
     tag = rig.start_put(number, payload(number))
     assert len(lane_of(rig).records) == before + 1
@@ -64,7 +64,7 @@ def land(rig: StoreRig, number: int) -> int:
 
 
 def end_all(rig: StoreRig) -> None:
-    """The lane's writes end, and it tells of what it may."""
+    """End the lane's writes; it reports them."""
     for _ in range(200):
         lane_of(rig).step()
 
@@ -189,7 +189,7 @@ def take_all_free(rig: StoreRig) -> None:
 
 
 def lease_all(rig: StoreRig) -> list[Held]:
-    """Guard all blocks, and take what is free: nothing more can become free."""
+    """Guard all blocks and take all free pages, so that nothing can become free."""
     names = [(TENANT, key(number)) for number in range(BLOCKS_MAX)]
     take_all_free(rig)
     return [one for one in rig.drive.hold(names, Guard.LEASE) if one]
@@ -377,7 +377,7 @@ def test_crashes_of_a_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, firs
 
 
 def crashes(data: Path, seed: int) -> None:
-    """Lives of fresh names: what a peer was told is there after any kill, what was deleted is not."""
+    """Crash with fresh names: acknowledged blocks survive any kill, and deleted ones stay deleted."""
     dice = random.Random(seed)
     rig = StoreRig(data, FakeDisk(seed=seed))
     there: set[int] = set()

@@ -1,4 +1,4 @@
-"""Erasing a block of a drive that is being encrypted: the place from which it was moved has nothing of it any more.
+"""Erasing a block of a drive that is being encrypted: nothing is left of it in its old place.
 
 The process, or the power, goes at each step of encrypting; then the block is erased. Once that is reported nothing that
 it said is on the drive, though the free pages were not looked at yet.
@@ -36,13 +36,13 @@ def payload(number: int) -> bytes:
 
 
 def has(rig: StoreRig, number: int) -> bool:
-    """Whether anything of a block can be read on the drive."""
+    """Whether anything of a block is readable on the drive."""
     assert rig.disk is not None
     return any(SAID[number][:30] in page for page in rig.disk.pages.values())
 
 
 def being_encrypted(folder: Path, seed: int) -> StoreRig:
-    """A drive that was in use before it had keys."""
+    """A drive that was in use before it had keys, and is being encrypted."""
     rig = StoreRig(folder, FakeDisk(seed=seed))
     rig.open()
     for number in range(BLOCKS):
@@ -71,7 +71,7 @@ def erase(rig: StoreRig, number: int) -> DeleteDone:
 
 
 def goes_on_after(rig: StoreRig, how: str, seed: int) -> None:
-    """What the next process finds."""
+    """Continue as the next process."""
     if how == "power":
         rig.power_loss(seed)
     else:
@@ -130,7 +130,7 @@ class PowerGoes(FakeDisk):
 
 
 def has_moved(rig: StoreRig, places: list[tuple[int, int]]) -> bool:
-    """Whether the new copy of a block survives power loss, and so does all of its old place."""
+    """Whether the new copy of a block is durable, and its old place is still unchanged on the drive."""
     assert rig.disk is not None
     entries = rig.store.lookup([(TENANT, key(number)) for number in range(BLOCKS)])
     written = {page for page, _ in rig.disk.unsynced}

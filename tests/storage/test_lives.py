@@ -1,4 +1,4 @@
-"""Puts of one name that ask for different things: the longest life and the highest durability count, and are true."""
+"""Puts of one name with different expiries and durabilities: the longest and the highest count."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_put_during_the_write_of_the_first_still_extends_the_expiry(rig: Store
 def together(
     rig: StoreRig, monkeypatch: pytest.MonkeyPatch, *puts: tuple[bytes, int]
 ) -> list[KvError | None]:
-    """Put them in one batch; payload and expiry of each."""
+    """Put blocks in one batch, given as payload and expiry."""
     items: list[PutItem] = []
     with monkeypatch.context() as collecting:
         collecting.setattr(rig.store, "put", lambda some, _: items.extend(some))

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 def hold(rig: StoreRig, which: Callable[[DiskOp], bool] = lambda _: True) -> None:
-    """Let none of these end that are in flight now."""
+    """Hold back all operations in flight."""
     disk_of(rig).held |= {op.tag for op in disk_of(rig).in_flight if which(op)}
 
 
 def go_on(rig: StoreRig) -> None:
-    """Poll until nothing but what is held is under way."""
+    """Poll until only held operations are in flight."""
     disk = disk_of(rig)
     for _ in range(100):
         rig.store.poll()
@@ -36,7 +36,7 @@ def go_on(rig: StoreRig) -> None:
 
 
 def release(rig: StoreRig, kind: DiskOpKind, offset: int | None = None) -> None:
-    """Let those end that are of this kind, and at this place if one is said."""
+    """End the held operations of this kind, at one offset if it is given."""
     disk = disk_of(rig)
     ending = {op.tag for op in disk.in_flight if op.kind is kind and offset in (None, op.offset)}
     assert ending

@@ -1,4 +1,4 @@
-"""Erasing blocks that are overwritten, and dying at any step of it: asked for again, nothing of them is left."""
+"""Erasing blocks by overwriting, with a crash at any step: repeated, it leaves nothing of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks of an encrypted store: they are their user's, and are lost with the user's key like all else of a session."""
+"""Chunks of an encrypted store belong to one user each, and are lost with that user's key."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def reopened(rig: StoreRig, *, scanned: bool = False) -> None:
 
 
 def chunks(rig: StoreRig) -> int:
-    """How many records of chunks somebody with the keys can open."""
+    """The number of chunk records that can be decrypted with all keys."""
     with closing(scan(rig.drive._volume)) as found:
         return sum(one.header.kind == Kind.CHUNK for one in found)
 
 
 def has_others(rig: StoreRig) -> bool:
-    """Whether the other user's session is whole."""
+    """Whether the other user's session is complete."""
     keys = rig.store.manifests.keys(SessionName(TENANT, OTHER, name(1)))
     return keys == [key(number) for number in range(COUNT)]
 

@@ -1,4 +1,4 @@
-"""What cannot be read: its name can be put again, its room counts against its tenant and comes back."""
+"""Unreadable records: their names can be put again, and their space counts for their tenant until it is freed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reason(rig: StoreRig, number: int) -> MissReason | None:
 
 
 def overwrite(rig: StoreRig) -> None:
-    """Until nothing is quarantined any more."""
+    """Poll until nothing is quarantined."""
     while rig.store.statistics().quarantined_bytes:
         rig.poll()
     assert overwriting._noted(rig.drive._index) == []

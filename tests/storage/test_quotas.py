@@ -335,7 +335,7 @@ PAGES_MAX = {TENANT: 12, OTHER: 7}
 
 
 class QuotaMachine(RuleBasedStateMachine):
-    """The store beside lists of blocks in the order of their use: exactly the same ones are there, at every step."""
+    """The store compared with lists of blocks in order of use: at every step exactly the same blocks are stored."""
 
     def __init__(self) -> None:
         super().__init__()

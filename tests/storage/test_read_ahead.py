@@ -1,4 +1,4 @@
-"""Reading ahead gives what the drive has, however wrong the guesses are."""
+"""Reading ahead returns the drive's bytes, however wrong the guesses are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PIECE_PAGES = 4
 
 
 class _Counting(FakeDisk):
-    """Counts the reads that somebody had to wait for."""
+    """Counts the reads that a caller had to wait for."""
 
     waited_for = 0
 
@@ -35,7 +35,7 @@ def _expected(page: int, pages: int) -> bytes:
 
 
 def _walk(rng: random.Random) -> list[tuple[int, int]]:
-    """Runs of equal jumps between jumps of any size, now and then back."""
+    """Runs of equal steps between steps of any size, sometimes backwards."""
     places, page = [], 0
     while page < _PAGES - 40 * _PIECE_PAGES:
         jump, pages = rng.randrange(1, 30), rng.randrange(1, _PIECE_PAGES + 1)

@@ -1,4 +1,4 @@
-"""Blocks that somebody else reads and sends: when it is their turn, and with their extents kept until it is over."""
+"""Blocks that a reader sends: when their turn comes, and with their extents pinned until the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTH = 5000
 
 
 class Handed:
-    """A reader that does what the test says."""
+    """A reader controlled by the test."""
 
     def __init__(self, rig: StoreRig) -> None:
         self.rig = rig

@@ -1,4 +1,4 @@
-"""Sessions that end by themselves: when they go, what they let go, and that no restart makes them live longer."""
+"""Sessions that expire: when they are removed, what that frees, and that no restart extends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What records of sessions take: it counts in their tenant's quota, has a bound, and is given back to the page."""
+"""The space of sessions' records: it counts in their tenant's quota, is bounded, and is freed completely."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def pages(rig: StoreRig, tenant: bytes = TENANT) -> int:
 
 
 def recounted(rig: StoreRig) -> Counter[bytes]:
-    """What the rows of the indexes say."""
+    """The counts according to the rows of the indexes."""
     counts: Counter[bytes] = Counter()
     for drive in rig.store.drives:
         counts += drive.manifests.pages_of_tenants()
@@ -90,7 +90,7 @@ def counted(rig: StoreRig, *, passing: bool) -> Counter[bytes]:
 
 
 def sync(rig: StoreRig) -> None:
-    """Let all go that waits for a sync, on every drive."""
+    """Sync every drive, so that everything waiting for it continues."""
     for drive in rig.store.drives:
         drive._writes.sync_if_awaited(at_once=True)
         drive._traffic.pump()
@@ -230,7 +230,7 @@ def test_a_failed_step_returns_its_room(rig: StoreRig) -> None:
 
 
 class SpaceMachine(RuleBasedStateMachine):
-    """Whatever sessions do, the counts are those of the index, and what is on its way besides."""
+    """Random session steps: the counts always equal those of the index plus the steps in flight."""
 
     def __init__(self) -> None:
         super().__init__()

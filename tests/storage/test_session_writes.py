@@ -52,7 +52,7 @@ def chunks(rig: StoreRig) -> list[int]:
 
 
 def is_sound(rig: StoreRig) -> None:
-    """Reopened from its index and from its drive alone, the store says the same, and a check finds nothing."""
+    """The sessions are the same after opening with the index and from the drive alone, and fsck finds nothing."""
     before = list(rig.drive.manifests.all())
     for scanned in (False, True):
         rig.store.close()

@@ -30,7 +30,7 @@ SLICE: Final = 10
 
 @pytest.fixture
 def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
-    """A store with blocks, in which a slice is of ten."""
+    """A store with blocks, and slices of ten."""
     monkeypatch.setattr("kvstore.storage.session_writes.SESSION_SLICE_BLOCKS", SLICE)
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
@@ -144,7 +144,7 @@ STEPS: Final = {
 
 
 def check_counts(rig: StoreRig) -> None:
-    """Nothing is owed, each chunk is named, and what is counted is what the index has."""
+    """No chunk is owed, each one is referenced, and the counts match the index."""
     for drive in rig.store.drives:
         manifests = drive.manifests
         assert not list(manifests.all_owed())

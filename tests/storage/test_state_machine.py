@@ -83,7 +83,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.rig.disk
 
     def is_stored(self, number: int) -> bool:
-        """What the store says; if it has lost a block, it has to say how."""
+        """Whether the store has a block; a missing one needs a reason."""
         explanation = self.rig.store.explain(TENANT, key(number))
         if number not in self.blocks:
             assert not explanation.stored, f"{number} is there, and was never put or was deleted"
@@ -206,7 +206,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.rig.delete(1000)
 
     def check_protected(self, numbers: list[int]) -> None:
-        """A block stands at one position only, so one that another session has elsewhere is not protected here."""
+        """A block has one position, so a block that another session has at another position is not protected here."""
         elsewhere = {
             one
             for other in self.sessions.values()
@@ -241,7 +241,7 @@ class StoreMachine(RuleBasedStateMachine):
         killed.close()  # or some thousand examples leave no descriptor to open anything with
 
     def note_what_went(self) -> None:
-        """Wipes are done, so that what was evicted does not come back; and its reasons will be forgotten."""
+        """Finish wipes, so that evicted blocks stay evicted: their reasons are about to be dropped."""
         self.rig.settle()
         for number in list(self.blocks):
             self.is_stored(number)

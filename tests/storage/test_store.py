@@ -1,4 +1,4 @@
-"""Puts and gets, and each reason for which one of them is refused."""
+"""Puts and gets, and each reason for refusing one."""
 
 from __future__ import annotations
 

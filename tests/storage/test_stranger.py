@@ -1,4 +1,4 @@
-"""A reader written by a stranger who had only `docs/record-format.md`. It imports nothing of the codec."""
+"""An independent reader, written from `docs/record-format.md` alone. It imports nothing of the codec."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Session = tuple[list[bytes], list[tuple[int, ...]], bytes]  # keys, turns, label
 
 
 def read_drive(path: Path) -> tuple[dict[tuple[bytes, bytes], bytes], dict[tuple[bytes, ...], Session]]:
-    """(tenant, key) -> payload of every good block; (tenant, user, session) -> what it is."""
+    """The payloads of good blocks by (tenant, key), and the sessions by (tenant, user, session)."""
     drive = path.read_bytes()
     superblocks = [page for page in (drive[:4096], drive[4096:8192]) if is_superblock(page)]
     superblock = max(superblocks, key=lambda page: int.from_bytes(page[88:96], "little"))

@@ -1,4 +1,4 @@
-"""Whose work a drive does next: tenants take turns by bytes, each in its own order."""
+"""The order of a drive's work: tenants take turns by bytes, each in its own order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVIL, GOOD, OURS = b"evil", b"good", b""
 
 
 class Disk:
-    """It ends what it is told to end, and nothing else."""
+    """A drive that ends only the operations that the test ends."""
 
     def __init__(self) -> None:
         self.ended: list[tuple[int, int]] = []
@@ -57,7 +57,7 @@ class Drive:
             self.traffic.add(Work(self.begun, tenant, number, size_bytes))
 
     def serve(self, count: int) -> list[Work]:
-        """End so many, and give those that began for it."""
+        """End this many operations; returns those that began in their place."""
         before = len(self.begun)
         for work in self.begun[self.ended : self.ended + count]:
             self.disk.ended.append((work.tag, work.size_bytes))

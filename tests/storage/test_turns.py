@@ -1,4 +1,4 @@
-"""The turns of sessions: what appends, forks and truncations make of them, and appends that come twice."""
+"""The turns of sessions after appends, forks and truncations, and appends that arrive twice."""
 
 from __future__ import annotations
 

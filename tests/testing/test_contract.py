@@ -61,7 +61,7 @@ class Bench:
 
 
 def told_everywhere(miss: Miss) -> Miss:
-    """Its reason: an answer over gRPC has room for more than a word of the fabric's."""
+    """A miss without its detail, which only gRPC carries."""
     return Miss(miss.reason)
 
 

@@ -17,7 +17,7 @@ _GENERATION_AT = 8
 
 
 def due_generation(link: Link, place: int) -> int:
-    """That of the next call into a place, if the last was answered: the client's own memory shows which that was."""
+    """The generation of the next call in a place whose last call was answered, read from the client's memory."""
     assert link.calls is not None
     at = (
         link.calls._start
@@ -30,7 +30,7 @@ def due_generation(link: Link, place: int) -> int:
 
 
 def call_bytes(call: Call, blocks: int, rows: bytes) -> bytes | None:
-    """The whole of it; None if it is too long for a place."""
+    """The bytes of a call; None if it is too long for a place."""
     metadata = header_bytes(call.metadata)
     metadata += bytes(-len(metadata) % _ALIGN)
     length = _HEAD.size + len(metadata) + len(rows)

@@ -36,7 +36,7 @@ def descriptors(folder: Path) -> pb.FileDescriptorSet:
 
 
 def messages_of(file: pb.FileDescriptorProto) -> Iterator[tuple[str, pb.DescriptorProto]]:
-    """All messages by their names, those inside others as well."""
+    """All messages by name, including nested ones."""
     waiting = [(message.name, message) for message in file.message_type]
     while waiting:
         name, message = waiting.pop()
@@ -45,14 +45,14 @@ def messages_of(file: pb.FileDescriptorProto) -> Iterator[tuple[str, pb.Descript
 
 
 def enums_of(file: pb.FileDescriptorProto) -> Iterator[tuple[str, pb.EnumDescriptorProto]]:
-    """All enums by their names."""
+    """All enums by name, including nested ones."""
     yield from ((enum.name, enum) for enum in file.enum_type)
     for name, message in messages_of(file):
         yield from ((f"{name}.{enum.name}", enum) for enum in message.enum_type)
 
 
 def flaws(files: pb.FileDescriptorSet) -> Iterator[str]:
-    """Where names, numbers or comments are not as they should be."""
+    """The names, numbers and comments that break the rules."""
     for file in files.file:
         if file.package != PACKAGE or not file.name.startswith(PACKAGE.replace(".", "/") + "/"):
             yield f"{file.name}: its package is {file.package!r}, and not {PACKAGE}, which its folder says"
@@ -107,7 +107,7 @@ def _service_flaws(file: pb.FileDescriptorProto) -> Iterator[str]:
 
 
 def breaks(old: pb.FileDescriptorSet, new: pb.FileDescriptorSet) -> Iterator[str]:
-    """What of an old version a peer would no longer find, or find changed, in a new one. Additions are none."""
+    """The definitions of an old version that are missing or changed in a new one; additions are allowed."""
     messages = {name: message for file in new.file for name, message in messages_of(file)}
     enums = {name: enum for file in new.file for name, enum in enums_of(file)}
     services = {service.name: service for file in new.file for service in file.service}

@@ -1,4 +1,4 @@
-"""Acknowledgement words: what a node means is what a client understands."""
+"""Acknowledgement words: a client decodes what a node encodes."""
 
 from __future__ import annotations
 

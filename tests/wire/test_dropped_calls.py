@@ -1,4 +1,4 @@
-"""A call that its server's interceptor drops is never looked at, and its server goes on."""
+"""A call dropped by its server's interceptor is never handled, and the server continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Dropper(grpc.aio.ServerInterceptor):
-    """Drops the calls of the peers that it has been told."""
+    """Drops the calls of some peers."""
 
     def __init__(self) -> None:
         self.peers: set[str] = set()
@@ -72,7 +72,7 @@ def test_the_traceback_of_an_error_keeps_no_call(monkeypatch: pytest.MonkeyPatch
     """Nor the bytes it was to send, which may be megabytes until the next garbage collection."""
 
     class Call:
-        """gRPC's own can't be made here."""
+        """A call; gRPC's own can't be constructed here."""
 
     async def fail() -> None:
         raise ValueError("it failed")

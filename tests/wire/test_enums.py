@@ -1,4 +1,4 @@
-"""The enums of the proto files say what the tree says, so that the files suffice for a client in another language."""
+"""The enums of the proto files match those of the code, so the files suffice for a client in another language."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gRPC copies to send is freed, although its call was reset meanwhile, or its sender was cancelled."""
+"""gRPC's copies for sending are freed, even if their call was reset or their sender was cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated stubs are those of the present proto files."""
+"""The generated stubs match the proto files."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_an_expiry_of_never_is_not_written() -> None:
 
 @st.composite
 def turns_of(draw: st.DrawFn, blocks: int) -> tuple[Turn, ...]:
-    """Turns of a session of so many blocks."""
+    """Turns of a session with this many blocks."""
     firsts = draw(st.sets(st.integers(1, blocks - 1))) if blocks > 1 else set()
     return tuple(
         Turn(first, draw(st.integers(0, 2**32 - 1)), draw(st.integers(0, 2**63)))

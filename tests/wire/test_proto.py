@@ -144,7 +144,7 @@ def test_an_addition_breaks_nothing(tmp_path: Path, change: Callable[[str], str]
 
 
 def write_down() -> None:
-    """Write the present protocol down as landed, without its comments; what it breaks is refused."""
+    """Record the current protocol, without comments; a breaking change is refused."""
     broken = list(breaks(landed(), PRESENT)) if LANDED.exists() else []
     if broken:
         raise SystemExit("\n".join(broken))

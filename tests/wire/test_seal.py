@@ -1,4 +1,4 @@
-"""The keys of a connection, as `docs/wire.md` has them."""
+"""The keys of a connection, as described in `docs/wire.md`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.wire.seal import SECRET_BYTES, Seal
 
 
 def keys(secret: bytes) -> dict[str, Any]:
-    """What each end's endpoint is given: of what goes out, of what comes in, and where words do."""
+    """The three keys of each end: for sending, for receiving, and the place of its words."""
     given: dict[str, Any] = {}
 
     def end(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`traceparent`: written as W3C's Trace Context says, or not there at all."""
+"""`traceparent`: valid by W3C's Trace Context, or absent."""
 
 from __future__ import annotations
 

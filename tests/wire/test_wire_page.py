@@ -1,4 +1,4 @@
-"""docs/wire.md beside the code: every field is where the page says."""
+"""docs/wire.md against the code: every field is where the page says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the policies and the core promise, in the plainest code there is: lists that are searched.
+"""The promises of the policies and the core, in the plainest code possible: searches in lists.
 
 It shares nothing with what it judges but the values in `types`.
 """
@@ -67,7 +67,7 @@ class _Entry:
 
 
 class PlainS3Fifo:
-    """Lists, the next to go first."""
+    """S3-FIFO as lists, the next block to evict first."""
 
     def __init__(self, capacity_pages: int) -> None:
         self.small_max = max(1, capacity_pages // 10)
@@ -143,7 +143,7 @@ class Block:
 
 
 class PlainCore:
-    """The promises of the core under exact LRU. Told what the core did, it says whether it may."""
+    """The promises of the core under exact LRU; it checks each action of the core."""
 
     def __init__(self, marks: Watermarks) -> None:
         self.marks = marks
@@ -307,7 +307,7 @@ class PlainCore:
         return (Mode.BACKGROUND if self.draining else Mode.IDLE), wanted
 
     def check_choice(self, generation: int, reason: Reason, *, exact_lru: bool) -> None:
-        """Judge a block that went for room, before it is forgotten here."""
+        """Check the choice of an evicted block, before it is dropped here."""
         block = self.blocks[generation]
         assert not self.is_guarded(block)
         tails = self.tails()

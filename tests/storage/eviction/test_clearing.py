@@ -1,4 +1,4 @@
-"""Looking for a place to clear, against every place there is; and the ground that it looks at."""
+"""Finding a run of pages to clear, compared with every possible run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def core_with(places: list[tuple[int, int, int]]) -> Evictor:
 
 
 class Land:
-    """A drive drawn from a seed: free, blocks, blocks with a guard, and what is none of these."""
+    """A random drive: free pages, blocks, guarded blocks, and other pages."""
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Whole lives of the core, drawn from seeds, each step against the plain one."""
+"""Random lives of the core, each step compared with the plain one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Life:
         self.taken = 0
 
     def any_generation(self) -> int:
-        """Mostly one that is kept."""
+        """A generation, usually a stored one."""
         if self.plain.blocks and self.rng.random() < 0.95:
             return self.rng.choice(sorted(self.plain.blocks))
         return self.rng.randrange(1, self.next_generation + 2)
@@ -70,7 +70,7 @@ class Life:
         assert self.core.admitted([record], self.now_ms) == ({} if refusal is None else {generation: refusal})
 
     def grow(self) -> None:
-        """Put the next blocks of a session, as clients do."""
+        """Put the next blocks of a session."""
         session = self.rng.choice(SESSIONS)
         members = self.plain.members(session)
         first = (members[-1].position or 0) + 1 if members else 0
@@ -111,7 +111,7 @@ class Life:
         assert answer == ({} if refusal is None else {generation: refusal})
 
     def join(self) -> None:
-        """Let a session begin with what another one has; or say something impossible."""
+        """Begin a session with blocks of another one, or with an invalid prefix."""
         session, other = self.rng.choice(SESSIONS), self.rng.choice(SESSIONS)
         members = self.plain.members(other)[: self.rng.randrange(1, 5)]
         generations = [member.record.generation for member in members] or [self.any_generation()]

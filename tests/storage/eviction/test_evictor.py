@@ -1,4 +1,4 @@
-"""What the core promises, case by case."""
+"""The promises of the core, case by case."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def new(make_policy: type[Lru] | partial[S3Fifo] = Lru, marks: Watermarks = NO_M
 
 
 def evict(core: Evictor, pages: int, now_ms: int = T0) -> EvictionPlan:
-    """Let a put wait for so many pages."""
+    """Plan the eviction for a put that waits for this many pages."""
     return core.plan(free_pages=0, waiting_pages=pages, now_ms=now_ms)
 
 

@@ -1,4 +1,4 @@
-"""A synthetic day of a store, replayed through each policy: which has more hits.
+"""A synthetic day of a store, replayed through each policy, to compare their hits.
 
 Only the order is asserted, never a time.
 """
@@ -29,7 +29,7 @@ SESSION_BLOCKS = 10
 
 
 class Ask(NamedTuple):
-    """A session is asked for from its beginning; what is not there is put."""
+    """A session that is requested from its beginning; missing blocks are put."""
 
     session: int
     blocks: int
@@ -43,7 +43,7 @@ def zipf_sessions(rng: random.Random, asks: int) -> Iterator[Ask]:
 
 
 def with_scans(asks: Iterator[Ask], every: int, sessions: int) -> Iterator[Ask]:
-    """Somebody puts many sessions that nobody asks for again."""
+    """Add a scan: many sessions that are put once and never requested again."""
     scanned = 1_000_000
     for count, ask in enumerate(asks, 1):
         yield ask
@@ -54,7 +54,7 @@ def with_scans(asks: Iterator[Ask], every: int, sessions: int) -> Iterator[Ask]:
 
 
 def replay(asks: Iterator[Ask], make_policy: Callable[[], Policy], capacity: int = CAPACITY) -> float:
-    """Give the share of hits among the blocks that count, with a store that takes as much as fits."""
+    """The share of hits among the counted blocks, with a store that accepts everything that fits."""
     core = Evictor(make_policy(), Watermarks(40, 80), now_ms=0)
     stored: dict[tuple[int, int], int] = {}
     names: dict[int, tuple[int, int]] = {}

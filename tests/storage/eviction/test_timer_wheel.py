@@ -48,7 +48,7 @@ class TimerWheel:
 
 
 def due(times: dict[int, int], now_ms: int) -> list[int]:
-    """The rows whose time came with a tick that has begun, by tick."""
+    """The rows that are due, by tick."""
     ticks = sorted((-(-at_ms // TIMER_TICK_MS), row) for row, at_ms in times.items())
     return [row for tick, row in ticks if tick <= now_ms // TIMER_TICK_MS]
 

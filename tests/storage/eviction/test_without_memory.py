@@ -1,4 +1,4 @@
-"""What the C does when there is no memory, and when what it holds to doesn't hold. Each in a process of its own."""
+"""The C code without memory, and with violated invariants, each in a process of its own."""
 
 from __future__ import annotations
 
