@@ -103,7 +103,7 @@ def lookup_document(lookup: Lookup, first: int) -> dict[str, object]:
         "queued_ms": lookup.queued_us / 1000,
         "drive_ms": lookup.drive_us / 1000,
         "blocks": lookup.blocks,
-        "looked_at": lookup.looked_at,
+        "examined": lookup.examined,
         "bytes": lookup.size_bytes,
         "detail": lookup.detail,
         "runs": [
@@ -112,7 +112,7 @@ def lookup_document(lookup: Lookup, first: int) -> dict[str, object]:
                 "blocks": run.blocks,
                 "hit": run.outcome in HITS,
                 "outcome": run.outcome.name.lower(),
-                "gone_unix_ms": run.gone_unix_ms,
+                "removed_unix_ms": run.gone_unix_ms,
                 "idle_ms": run.idle_ms,
             }
             for at, run in numbered(lookup, first)

@@ -102,7 +102,7 @@ class Lookup:
     detail: str = ""
 
     @property
-    def looked_at(self) -> int:
+    def examined(self) -> int:
         """How many blocks have an outcome."""
         return sum(run.blocks for run in self.runs)
 

@@ -54,7 +54,7 @@ def test_the_example_and_the_commands_of_the_page_run_as_printed(node: NodeProce
         assert (done.returncode, done.stderr) == (0, ""), command
         if "cmpl-7" in more:
             assert "block 6     MISS  deleted " in done.stdout
-            assert "block 7     -     not looked at" in done.stdout
+            assert "block 7     -     not examined" in done.stdout
             assert "What to do: The blocks were deleted" in done.stdout
 
 

@@ -57,12 +57,12 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Where a block is, or why it was removed. `gone` is the reason (`kvstore/v1/blocks.proto` lists them)."""
+    """Where a block is, or why it was removed. `reason` is one of `kvstore/v1/blocks.proto`."""
 
     key: bytes
     stored: bool
-    gone: str | None
-    gone_unix_ms: int
+    reason: str | None
+    removed_unix_ms: int
     sentence: str
 
     def __str__(self) -> str:
@@ -237,5 +237,5 @@ def _miss(message: kvstore_pb2.GetMiss) -> Miss:
 
 
 def _explained(key: bytes, told: pb.Explanation) -> Explained:
-    gone = pb.GoneReason.Name(told.gone).removeprefix("GONE_REASON_") if told.gone else None
-    return Explained(key, told.stored, gone, told.gone_unix_ms, told.sentence)
+    reason = pb.GoneReason.Name(told.gone).removeprefix("GONE_REASON_") if told.gone else None
+    return Explained(key, told.stored, reason, told.gone_unix_ms, told.sentence)

@@ -44,13 +44,13 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class LookedUp:
-    """What a node remembers of look-ups, the earliest first."""
+    """Look-ups from a node's history, the earliest first."""
 
     lookups: tuple[Lookup, ...]
     now_unix_ms: int  # by the node's clock
-    remembered: int  # of the tenant's, all in all
-    since_unix_ms: int  # when the earliest of all began; 0: there is none
-    unwritten: int  # of all tenants', not in the node's log
+    kept: int  # number of the tenant's look-ups in the history
+    earliest_unix_ms: int  # when the earliest of these began; 0: there is none
+    not_logged: int  # of all tenants', not in the node's log
 
 
 class ObservingCalls:

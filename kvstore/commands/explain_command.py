@@ -62,15 +62,15 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
     found = {node: one for node, one in told.items() if one[0].lookups}
     if not found:
         asked = " ".join(filter(None, (request_id, "/".join(filter(None, session)))))
-        remembered = sum(one.remembered for one, _ in told.values())
-        since_ms = min((one.since_unix_ms for one, _ in told.values() if one.remembered), default=0)
+        kept = sum(one.kept for one, _ in told.values())
+        since_ms = min((one.earliest_unix_ms for one, _ in told.values() if one.kept), default=0)
         since = f" since {_date(since_ms)}" if since_ms else ""
         who, these = ("The node remembers", "this node") if len(told) == 1 else ("The nodes remember", "them")
         if as_json:
             print(json.dumps(_documents(told, names), indent=2))  # noqa: T201 - its output
         missing = f"{who} no look-up{f' of {asked}' if asked else ''}"
-        if remembered:
-            others = f"{remembered} of this tenant{since}"
+        if kept:
+            others = f"{kept} of this tenant{since}"
             said = f"{missing}, but {others}: check the id, and whether the request went to {these}."
         else:
             other = ", nor any other of this tenant" if asked else " of this tenant"
@@ -105,9 +105,9 @@ def document(told: LookedUp, statistics: StatisticsResponse) -> dict[str, object
     """For programs; `docs/seeing.md` says what the fields mean."""
     return {
         "now_unix_ms": told.now_unix_ms,
-        "remembered": told.remembered,
-        "since_unix_ms": told.since_unix_ms,
-        "unwritten": told.unwritten,
+        "kept": told.kept,
+        "earliest_unix_ms": told.earliest_unix_ms,
+        "not_logged": told.not_logged,
         "lookups": [lookup_document(lookup, first) for lookup, first in placed(told.lookups)],
         "advice": advice(told.lookups, statistics) if told.lookups else [],
     }
@@ -125,8 +125,8 @@ def page(told: LookedUp, statistics: StatisticsResponse) -> str:
     lines += ["", *(f"What to do: {one}" for one in advice(told.lookups, statistics))]
     if len(told.lookups) >= LOOKUPS_LISTED_MAX:
         lines.append(f"(There may be more: the last {LOOKUPS_LISTED_MAX} are shown.)")
-    if told.unwritten:
-        lines.append(f"({told.unwritten} look-ups of the node are not in its log; a restart loses them.)")
+    if told.not_logged:
+        lines.append(f"({told.not_logged} look-ups of the node are not in its log; a restart loses them.)")
     return "\n".join(lines[1:])
 
 
@@ -138,9 +138,9 @@ def _lookup_lines(lookup: Lookup, first: int, now_ms: int) -> Iterator[str]:
         (_span(at, run.blocks), "hit " if run.outcome in HITS else "MISS", said(run, lookup, now_ms))
         for at, run in numbered(lookup, first)
     ]
-    unseen = lookup.blocks - lookup.looked_at
+    unseen = lookup.blocks - lookup.examined
     if unseen > 0:
-        rows.append((_span(first + lookup.looked_at, unseen), "-   ", "not looked at"))
+        rows.append((_span(first + lookup.examined, unseen), "-   ", "not examined"))
     width = max((len(row[0]) for row in rows), default=0)
     for span, verdict, text in rows:
         yield f"    {span.ljust(width)}  {verdict}  {text}"

@@ -35,7 +35,7 @@ _SINCE = "Since the node started"
 _NOW = "Now"
 _MINE = "Of this tenant"
 _LAST_COUNTER = "quarantined"
-_COUNTERS_TOO = {"leased", "landed", "leases_over", "puts_taken"}  # added later, with higher numbers
+_COUNTERS_TOO = {"leased", "landed", "leases_expired", "puts_key_taken"}  # added later, with higher numbers
 _DRIVE_HEADS = ("drive", "blocks", "used", "free", "takes puts", "")
 
 

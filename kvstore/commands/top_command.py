@@ -1,8 +1,8 @@
 """`kvstore top`: a node's activity, interval by interval, on a terminal or as a line of JSON each.
 
-It reads the node's counters once per interval, and shows their increase. What always holds: a node that is away is
-reported as such, and retried; the screen is restored at the end. A terminal is not required: without one, each view
-follows the one before.
+It reads the node's counters once per interval, and shows their increase. What always holds: a node that can't be
+reached is reported as such, and retried; the screen is restored at the end. A terminal is not required: without one,
+each view follows the one before.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def risen(before: StatisticsResponse, now: StatisticsResponse, interval_s: float
             "armed": now.leases,
             "leased": now.leased - before.leased,
             "landed": now.landed - before.landed,
-            "late": now.leases_over - before.leases_over,
+            "late": now.leases_expired - before.leases_expired,
         },
         "queues": {name: getattr(now, name) for name in _QUEUES},
         "tiers": {
@@ -91,7 +91,7 @@ def view(told: dict[str, object], node: str, encrypts: str) -> str:
     at = _At(told)
     hits, missed = at.of("hits"), at.of("misses")
     asked = sum(hits.values()) + sum(missed.values())
-    found = f"{100 * sum(hits.values()) / asked:.0f}% hit" if asked else "nothing asked for"
+    found = f"{100 * sum(hits.values()) / asked:.0f}% hit" if asked else "no gets"
     queues = {name.removesuffix("_waiting"): count for name, count in at.of("queues").items() if count}
     memory, drives = at.tier("memory"), at.tier("drives")
     state = "" if drives["takes_puts"] else ", which accept no puts"
@@ -102,7 +102,7 @@ def view(told: dict[str, object], node: str, encrypts: str) -> str:
         "puts": f"{at.rate('puts')}, {at.number('puts_failed')} failed",
         "gets": f"{at.rate('gets', 'got_bytes')}, {at.number('refused')} refused",
         "blocks": f"{found}: {parts({**hits, **{f'MISS {name}': count for name, count in missed.items()}})}",
-        "gone": parts(at.of("evictions")),
+        "removed": parts(at.of("evictions")),
         "triggers": parts(at.of("triggers")),
         "queues": parts(queues),
         "memory": _bar(memory["kept_bytes"], memory["bytes"]),
@@ -176,7 +176,7 @@ class Top:
             except (NodeUnavailable, DeadlineExceeded) as error:
                 if once:
                     raise
-                said = json.dumps({"away": str(error)}) if as_json else f"{clear}{error}"
+                said = json.dumps({"unreachable": str(error)}) if as_json else f"{clear}{error}"
             else:
                 told = risen(before, now, max(1e-3, (now_ns - asked_ns) / 1e9))
                 told["encryption"] = encryption(status)

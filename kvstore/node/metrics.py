@@ -235,7 +235,7 @@ def _of_blocks(node: Node) -> list[Metric]:
                 "armed": counters.leased,
                 "fired": node.traces.fired_blocks,
                 "landed": counters.landed,
-                "late": counters.leases_over,
+                "late": counters.leases_expired,
             },
         ),
         _counters(

@@ -52,12 +52,12 @@ class Counters:
         return self.failed.total()
 
     @property
-    def puts_taken(self) -> int:
+    def puts_key_taken(self) -> int:
         """Of these, blocks whose key had another block."""
         return self.failed[KeyTaken.__name__]
 
     @property
-    def leases_over(self) -> int:
+    def leases_expired(self) -> int:
         """Of these, blocks that did not land before their lease ended."""
         return self.failed[LeaseExpired.__name__]
 
@@ -103,7 +103,7 @@ def collected(node: Node, tenant: Tenant) -> pb.StatisticsResponse:
         puts=counters.puts,
         put_bytes=counters.put_bytes,
         puts_failed=counters.puts_failed,
-        puts_taken=counters.puts_taken,
+        puts_key_taken=counters.puts_key_taken,
         hits_memory=counters.hits_memory,
         hits_drive=counters.hits_drive,
         got_bytes=counters.got_bytes,
@@ -112,7 +112,7 @@ def collected(node: Node, tenant: Tenant) -> pb.StatisticsResponse:
         refused=counters.refused,
         leased=counters.leased,
         landed=counters.landed,
-        leases_over=counters.leases_over,
+        leases_expired=counters.leases_expired,
         syncs=store.syncs,
         quarantined=store.quarantined,
         blocks_doubted=store.doubted,

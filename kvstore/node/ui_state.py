@@ -87,7 +87,7 @@ def state(
             "armed": counters.leased,
             "fired": node.traces.fired_blocks,
             "landed": counters.landed,
-            "late": counters.leases_over,
+            "late": counters.leases_expired,
         },
         "misses": {one.name.lower(): count for one, count in sorted(counters.misses.items())},
         "gone": {

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b a047476c595047a4220003b331935f16
+# Generated from proto sources with BLAKE2b f4099479effd36af88d0aa39252e8b68
 from kvstore.wire import blocks_pb2 as _blocks_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -15,7 +15,7 @@ class StatisticsRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ...) -> None: ...
 
 class StatisticsResponse(_message.Message):
-    __slots__ = ("puts", "put_bytes", "puts_failed", "hits_memory", "hits_drive", "got_bytes", "misses", "evictions", "refused", "syncs", "quarantined", "leased", "landed", "leases_over", "puts_taken", "uptime_ms", "blocks", "capacity_bytes", "free_bytes", "connections", "leases", "pins", "watchers", "fetches_waiting", "puts_waiting", "puts_waiting_for_room", "puts_waiting_for_quota", "gets_waiting", "deletes_waiting", "session_steps_waiting", "wipes_waiting", "memory_bytes", "memory_kept_bytes", "sessions_protected", "takes_puts", "blocks_doubted", "quota_bytes", "quota_used_bytes")
+    __slots__ = ("puts", "put_bytes", "puts_failed", "hits_memory", "hits_drive", "got_bytes", "misses", "evictions", "refused", "syncs", "quarantined", "leased", "landed", "leases_expired", "puts_key_taken", "uptime_ms", "blocks", "capacity_bytes", "free_bytes", "connections", "leases", "pins", "watchers", "fetches_waiting", "puts_waiting", "puts_waiting_for_room", "puts_waiting_for_quota", "gets_waiting", "deletes_waiting", "session_steps_waiting", "wipes_waiting", "memory_bytes", "memory_kept_bytes", "sessions_protected", "takes_puts", "blocks_doubted", "quota_bytes", "quota_used_bytes")
     PUTS_FIELD_NUMBER: _ClassVar[int]
     PUT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PUTS_FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -29,8 +29,8 @@ class StatisticsResponse(_message.Message):
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
     LANDED_FIELD_NUMBER: _ClassVar[int]
-    LEASES_OVER_FIELD_NUMBER: _ClassVar[int]
-    PUTS_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    LEASES_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    PUTS_KEY_TAKEN_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -67,8 +67,8 @@ class StatisticsResponse(_message.Message):
     quarantined: int
     leased: int
     landed: int
-    leases_over: int
-    puts_taken: int
+    leases_expired: int
+    puts_key_taken: int
     uptime_ms: int
     blocks: int
     capacity_bytes: int
@@ -92,7 +92,7 @@ class StatisticsResponse(_message.Message):
     blocks_doubted: int
     quota_bytes: int
     quota_used_bytes: int
-    def __init__(self, puts: _Optional[int] = ..., put_bytes: _Optional[int] = ..., puts_failed: _Optional[int] = ..., hits_memory: _Optional[int] = ..., hits_drive: _Optional[int] = ..., got_bytes: _Optional[int] = ..., misses: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., refused: _Optional[int] = ..., syncs: _Optional[int] = ..., quarantined: _Optional[int] = ..., leased: _Optional[int] = ..., landed: _Optional[int] = ..., leases_over: _Optional[int] = ..., puts_taken: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., connections: _Optional[int] = ..., leases: _Optional[int] = ..., pins: _Optional[int] = ..., watchers: _Optional[int] = ..., fetches_waiting: _Optional[int] = ..., puts_waiting: _Optional[int] = ..., puts_waiting_for_room: _Optional[int] = ..., puts_waiting_for_quota: _Optional[int] = ..., gets_waiting: _Optional[int] = ..., deletes_waiting: _Optional[int] = ..., session_steps_waiting: _Optional[int] = ..., wipes_waiting: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_kept_bytes: _Optional[int] = ..., sessions_protected: _Optional[int] = ..., takes_puts: bool = ..., blocks_doubted: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., quota_used_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, puts: _Optional[int] = ..., put_bytes: _Optional[int] = ..., puts_failed: _Optional[int] = ..., hits_memory: _Optional[int] = ..., hits_drive: _Optional[int] = ..., got_bytes: _Optional[int] = ..., misses: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., evictions: _Optional[_Iterable[_Union[ReasonCount, _Mapping]]] = ..., refused: _Optional[int] = ..., syncs: _Optional[int] = ..., quarantined: _Optional[int] = ..., leased: _Optional[int] = ..., landed: _Optional[int] = ..., leases_expired: _Optional[int] = ..., puts_key_taken: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., blocks: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., connections: _Optional[int] = ..., leases: _Optional[int] = ..., pins: _Optional[int] = ..., watchers: _Optional[int] = ..., fetches_waiting: _Optional[int] = ..., puts_waiting: _Optional[int] = ..., puts_waiting_for_room: _Optional[int] = ..., puts_waiting_for_quota: _Optional[int] = ..., gets_waiting: _Optional[int] = ..., deletes_waiting: _Optional[int] = ..., session_steps_waiting: _Optional[int] = ..., wipes_waiting: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., memory_kept_bytes: _Optional[int] = ..., sessions_protected: _Optional[int] = ..., takes_puts: bool = ..., blocks_doubted: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., quota_used_bytes: _Optional[int] = ...) -> None: ...
 
 class ReasonCount(_message.Message):
     __slots__ = ("reason", "blocks")

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b a047476c595047a4220003b331935f16
+# Generated from proto sources with BLAKE2b f4099479effd36af88d0aa39252e8b68
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

@@ -104,11 +104,11 @@ def test_a_deleted_block_is_missed_and_explained(
         assert client.get_inline(key(0), 1000) == Miss(MissReason.UNKNOWN, "it was deleted")
         assert client.exists([key(0)]) == [client.get_inline(key(0), 1000)]
         gone, there, never = client.explain([key(0), key(1), key(2)])
-        assert (gone.stored, gone.gone) == (False, "DELETED")
-        assert gone.gone_unix_ms > 0
+        assert (gone.stored, gone.reason) == (False, "DELETED")
+        assert gone.removed_unix_ms > 0
         assert str(gone).startswith("The block was deleted ")
-        assert (there.stored, there.gone, str(there)) == (True, None, "The block is stored.")
-        assert (never.stored, never.gone) == (False, None)
+        assert (there.stored, there.reason, str(there)) == (True, None, "The block is stored.")
+        assert (never.stored, never.reason) == (False, None)
         node.kill()
         node.start()
         client.status(wait_s=20.0)
@@ -126,7 +126,7 @@ def test_a_pinned_block_is_not_evicted_with_its_neighbours(tmp_path: Path) -> No
             stored = [isinstance(one, Stored) for one in client.exists([key(number) for number in range(4)])]
             assert stored == [False, True, False, True]
             assert client.get_inline(key(3), 300_000) == b"\3" * 300_000
-            assert client.explain([key(0)])[0].gone == "SPACE"
+            assert client.explain([key(0)])[0].reason == "SPACE"
             assert node.call(leased) == 2
         assert node.call(leased) == 0
         for number in range(80, 160):

@@ -69,7 +69,7 @@ def test_a_quota_evicts_the_tenants_own_blocks_and_reports_it(quota_node: NodePr
         assert stored(small) == [2, 3, 4, 5]
         assert stored(other) == list(range(9))
         (told,) = small.explain([KEYS[0]])
-        assert told.gone == "QUOTA"
+        assert told.reason == "QUOTA"
         assert "quota" in told.sentence
         missed = small.get_inline(KEYS[0], PAGE_BYTES)
         assert isinstance(missed, Miss)

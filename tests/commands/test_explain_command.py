@@ -65,7 +65,7 @@ def test_a_request_that_missed_is_explained_run_by_run(node: NodeProcess, client
     assert lines[2:6] == [
         "    blocks 0-1  hit   stored",
         "    block 2     MISS  deleted # ago",
-        "    blocks 3-7  -     not looked at",
+        "    blocks 3-7  -     not examined",
         "    took # ms",
     ]
     assert lines[6].endswith(" UTC  fetched 4 blocks")
@@ -79,7 +79,7 @@ def test_a_request_that_missed_is_explained_run_by_run(node: NodeProcess, client
     told = json.loads(run(node, "cmpl-7", "--json").stdout)
     assert [one["kind"] for one in told["lookups"]] == ["prefix", "fetch"]
     assert told["lookups"][0]["runs"][1]["outcome"] == "deleted"
-    assert told["lookups"][0]["looked_at"] == 3
+    assert told["lookups"][0]["examined"] == 3
     assert told["lookups"][1]["bytes"] == 3 * PAGE
     assert json.loads(run(node, "--last", "1", "--json").stdout)["lookups"] == told["lookups"][1:]
 

@@ -48,14 +48,14 @@ def test_stats_are_shown_as_text_and_json(node: NodeProcess) -> None:
         kv = client.register(allocate(PAGE))
         # Armed, it would be given back when its deadline has passed, and that may reach the node before the lease ends.
         late = client.reserve([Block(KEYS[3], kv, 0, PAGE)], lease_ms=1)
-        wait_until(lambda: client.statistics().leases_over == 1, "the lease is over")
+        wait_until(lambda: client.statistics().leases_expired == 1, "the lease is over")
         late.give_back()
         puts = client.reserve([Block(KEYS[2], kv, 0, PAGE, threshold=1)]).arm(flags[0])
         flags[0].store(1)
         assert puts.wait(timeout_s=20)[0].error is None
     told = json.loads(run(node, "stats", "--json").stdout)
     assert (told["puts"], told["put_bytes"], told["blocks"]) == (3, 3 * PAGE, 2)
-    assert (told["leased"], told["landed"], told["leases_over"]) == (2, 1, 1)
+    assert (told["leased"], told["landed"], told["leases_expired"]) == (2, 1, 1)
     assert told["misses"] == {"unknown": 1}
     assert told["evictions"] == {"deleted": 1}
     assert (told["quota_bytes"], told["quota_used_bytes"]) == (0, None), "it is not counted"
@@ -66,7 +66,7 @@ def test_stats_are_shown_as_text_and_json(node: NodeProcess) -> None:
     since, now, mine = (
         shown.stdout.index(head) for head in ("Since the node started:", "Now:", "Of this tenant:")
     )
-    assert since < shown.stdout.index("leases_over") < now < shown.stdout.index("uptime_ms") < mine
+    assert since < shown.stdout.index("leases_expired") < now < shown.stdout.index("uptime_ms") < mine
     assert "1 deleted" in shown.stdout
     assert "not counted" in shown.stdout[mine:]
     assert ["takes_puts", "yes"] in [line.split() for line in shown.stdout.splitlines()]
@@ -87,7 +87,7 @@ def test_top_shows_one_interval(node: NodeProcess) -> None:
     shown = run(node, "top", "--once", "--interval", "0.1")
     assert shown.returncode == 0, shown.stderr
     assert f"node {node.target}, up " in shown.stdout
-    for head in ("puts", "gets", "blocks", "gone", "triggers", "queues", "memory", "drives", "encryption"):
+    for head in ("puts", "gets", "blocks", "removed", "triggers", "queues", "memory", "drives", "encryption"):
         assert f"\n{head} " in shown.stdout
     assert "\x1b" not in shown.stdout
     (line,) = run(node, "top", "--once", "--interval", "0.1", "--json").stdout.splitlines()
@@ -150,7 +150,7 @@ def test_an_interval_shows_the_increase_of_its_counters() -> None:
         hits_drive=3,
         leases=2,
         leased=7,
-        leases_over=1,
+        leases_expired=1,
         fetches_waiting=9,
         memory_kept_bytes=50,
         misses=[ReasonCount(reason=9, blocks=6), ReasonCount(reason=MissReason.CORRUPT, blocks=0)],
@@ -194,7 +194,7 @@ def test_an_absent_node_is_reported_and_retried() -> None:
     with pytest.raises(KeyboardInterrupt):
         top.run(1.0, once=False, as_json=True)
     away, back = map(json.loads, out.getvalue().splitlines())
-    assert away == {"away": "The node was not reached."}
+    assert away == {"unreachable": "The node was not reached."}
     assert back["uptime_ms"] == 9
     with pytest.raises(NodeUnavailable):
         Top(Away(statistics(), None), "n", HeldClock(), lambda _: None, out).run(1.0, once=True, as_json=True)  # type: ignore[arg-type]

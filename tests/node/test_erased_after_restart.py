@@ -52,7 +52,7 @@ def told(client: Client, keys: list[bytes]) -> set[str | MissReason]:
     outcomes += client.exists(keys)
     if isinstance(outcomes[0], Miss):
         outcomes += [client.prefix(keys).miss, client.get_inline(keys[0], SIZE)]
-    explained = {"hit" if one.stored else one.gone or "UNKNOWN" for one in client.explain(keys)}
+    explained = {"hit" if one.stored else one.reason or "UNKNOWN" for one in client.explain(keys)}
     looked = {run.outcome for one in client.looked_up(request).lookups for run in one.runs}
     assert (Outcome.ERASED in looked) is (ERASED.name in explained)
     assert (Outcome.NEVER in looked) is (UNKNOWN.name in explained)

@@ -82,7 +82,7 @@ def test_each_kind_of_look_up_is_recorded_with_the_outcome_of_its_blocks(
     prefix, exists, first, again, one, many = told(node, "cmpl-7")
     assert (prefix.kind, prefix.blocks) == (Kind.PREFIX, 8)
     assert outcomes(prefix) == [(4, Outcome.STORED), (1, Outcome.NEVER)]
-    assert (prefix.looked_at, prefix.by_caller) == (5, False)
+    assert (prefix.examined, prefix.by_caller) == (5, False)
     assert outcomes(exists) == [(4, Outcome.STORED), (2, Outcome.NEVER)]
     assert first.kind is Kind.FETCH
     assert outcomes(first) == [(4, Outcome.DRIVE), (2, Outcome.NEVER)]
@@ -123,7 +123,7 @@ def test_each_kind_of_miss_is_distinguished(node: NodeInProcess, client: Client)
         other.put_inline(KEYS[11], bytes(PAGE))
     kv = client.register(allocate(PAGE))
     client.reserve([Block(KEYS[5], kv, 0, PAGE)], lease_ms=1)  # neither armed nor given back
-    wait_until(lambda: client.explain([KEYS[3]])[0].gone is not None, "what is over goes")
+    wait_until(lambda: client.explain([KEYS[3]])[0].reason is not None, "what is over goes")
     wait_until(lambda: node.call(lambda one: bool(one.lookups._leases_over)), "the lease is over")
     whose = node.call(lambda one: next(iter(one.lookups._leases_over)))[0]
     node.call(lambda one: one.store.change_quotas({whose: 5 * 2 * PAGE}))
@@ -175,7 +175,7 @@ def test_an_eviction_is_reported_with_its_time_and_idle_time(tmp_path: Path) -> 
         (run,) = lookup.runs
         assert (run.outcome, run.blocks) == (Outcome.EVICTED, 1)
         assert run.gone_unix_ms > 0
-        assert lookup.looked_at == 1 < lookup.blocks
+        assert lookup.examined == 1 < lookup.blocks
 
 
 def test_a_resume_is_one_request_of_its_session(node: NodeInProcess, client: Client) -> None:

@@ -62,7 +62,7 @@ def test_all_work_is_counted(client: Client) -> None:
     client.delete([KEYS[2]])
     client.pin([KEYS[0]], time_to_live_ms=PIN_TIMEOUT_MS_MAX)
     told = client.statistics()
-    assert (told.puts, told.put_bytes, told.puts_failed, told.puts_taken) == (3, 9, 1, 1)
+    assert (told.puts, told.put_bytes, told.puts_failed, told.puts_key_taken) == (3, 9, 1, 1)
     assert (told.hits_memory, told.hits_drive, told.got_bytes) == (1, 2, 10)
     assert {one.reason: one.blocks for one in told.misses} == {MissReason.UNKNOWN: 1, MissReason.LENGTH: 1}
     assert {one.reason: one.blocks for one in told.evictions} == {Reason.DELETED: 1}

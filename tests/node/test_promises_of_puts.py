@@ -94,7 +94,7 @@ def test_of_two_puts_of_one_key_with_different_bytes_one_fails_with_key_taken(
     assert all(result.error is None for result in results if result not in taken)
     assert all(result.has_block for result in results)
     told = rig.client.statistics()
-    assert (told.puts, told.puts_taken, told.puts_failed) == (3 - len(taken), len(taken), len(taken))
+    assert (told.puts, told.puts_key_taken, told.puts_failed) == (3 - len(taken), len(taken), len(taken))
 
 
 def _put_landed(rig: ClientWithBuffers, block: Block) -> PutResult:
@@ -118,7 +118,7 @@ def test_landed_is_never_sent_for_a_block_whose_length_differs_from_the_stored_o
         )
         assert result.durability is None
     counters = node.node.counters
-    wait_until(lambda: counters.puts_taken == 20, "the node notes what it has said")
+    wait_until(lambda: counters.puts_key_taken == 20, "the node notes what it has said")
     assert (counters.puts, counters.landed_taken, node.call(lambda one: one.leases)) == (1, 0, 0)
     rows = node.call(lambda one: list(one.timings.puts.values()))
     assert sum(row.failed for row in rows) == counters.puts_failed == 20, "of the same failures"
@@ -138,7 +138,7 @@ def test_a_landed_block_that_was_not_stored_is_counted(rig: ClientWithBuffers, n
     (result,) = puts.wait(WAIT_S)
     assert result.durability is Durability.LANDED
     counters = node.node.counters
-    wait_until(lambda: counters.puts_taken == 1, "the block is compared")
+    wait_until(lambda: counters.puts_key_taken == 1, "the block is compared")
     assert (counters.landed_taken, counters.landed_failed) == (1, 0)
 
 
@@ -151,4 +151,4 @@ def test_an_inline_put_of_other_bytes_fails_with_key_taken(rig: ClientWithBuffer
     results = rig.client.put_many_inline([(key, b"the first"), (key, b"the other")])
     assert [type(result.error) for result in results] == [type(None), KeyTaken]
     assert rig.client.get_inline(key, 9) == b"the first"
-    assert rig.client.statistics().puts_taken == 2
+    assert rig.client.statistics().puts_key_taken == 2

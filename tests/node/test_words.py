@@ -60,7 +60,7 @@ def test_a_client_that_returns_an_expired_lease_learns_that_it_expired(
     link = link_of(rig)
     free = len(link._free_words)
     ended = rig.client.reserve([rig.block(0)], lease_ms=10)
-    wait_until(lambda: node.call(lambda inside: inside.counters.leases_over) == 1, "the lease is over")
+    wait_until(lambda: node.call(lambda inside: inside.counters.leases_expired) == 1, "the lease is over")
     standing = rig.client.reserve([rig.block(1)])
     assert len(link._free_words) == free - 2
     leases = [(lease.slot, lease.generation) for one in (ended, standing) for lease in one._leases]

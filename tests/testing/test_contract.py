@@ -129,7 +129,7 @@ def reasons_of_misses(bench: Bench) -> Told:
     told.append(gone.reason)
     stored = client.exists([bench.block(0).key, block_key(b"short")])
     told.append([one.reason for one in stored if isinstance(one, Miss)])
-    told.append([(one.stored, one.gone) for one in client.explain([bench.block(n).key for n in range(4)])])
+    told.append([(one.stored, one.reason) for one in client.explain([bench.block(n).key for n in range(4)])])
     told.append(str(client.prefix([bench.block(n).key for n in (1, 2, 0)])))
     with Client(client.reach, layout=b"another") as other:
         told.append(str(other.get_inline(bench.block(1).key, SIZE)))
@@ -280,7 +280,7 @@ def test_a_full_drive_evicts_the_same_blocks() -> None:
             for key in keys:
                 client.put_inline(key, key * (MIB // 32))
             stored = [str(one) if isinstance(one, Miss) else "stored" for one in client.exists(keys)]
-            told.append((stored, [one.gone for one in client.explain(keys)]))
+            told.append((stored, [one.reason for one in client.explain(keys)]))
     assert told[0] == told[1]
     assert told[0][0][0].startswith("MISS(evicted)")
 
