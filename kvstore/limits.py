@@ -64,7 +64,7 @@ DESCRIPTORS_OF_CLIENT = 4  # its endpoint, its connections, and its calls
 FABRIC_PORT_FIRST = 7071
 FABRIC_PORT_LAST = 7199
 # A source is an IPv4 address, or the /64 of an IPv6 one.
-DOOR_LOOK_MS = 100  # between two checks of the connections at the node's ports
+GUARD_CHECK_MS = 100  # between two checks of the connections at the node's ports
 HEAP_GROWN_BYTES_MAX = 32 << 20  # growth after which a node runs the garbage collector
 HEAP_FREE_BYTES_MAX = 16 << 20  # free memory that a node's malloc may keep
 HEAP_END_BYTES_MAX = 8 << 20  # free memory that may stay at the end of each thread's heap
@@ -78,39 +78,39 @@ SHARE_REST_MS = 200  # pause before accepting again when no descriptor was left
 DIRECT_BYTES_MAX = 64 << 20  # that a get copies from the node's memory itself, if its caller waits for it,
 DIRECT_AHEAD_BYTES_MAX = 2 << 20  # and while its caller expects to go on
 SHARE_SLOTS_MAX = 256  # connections whose slots are or may be mapped: three descriptors each
-DOOR_GLANCE_MS = 500  # between two checks for new connections, while all known ones are authenticated
-DOOR_LOOK_IDLE_MS = 2_000  # between two full checks meanwhile: a library may be late to accept
-DOOR_HANDSHAKE_MS = 5_000  # of TLS and HTTP/2
-DOOR_FIRST_MESSAGE_MS = 5_000  # from a call's beginning to its first message
-DOOR_TIMEOUT_MS = 10_000  # of a connection without an admitted call
-DOOR_ANSWER_BYTES_MIN = 4 << 10  # that an answer counts for, with its call
-DOOR_ANSWERS_BYTES_MAX = 64 << 20  # of answers that callers have not read
+GUARD_QUICK_CHECK_MS = 500  # between two checks for new connections, while all known ones are authenticated
+GUARD_CHECK_IDLE_MS = 2_000  # between two full checks meanwhile: a library may be late to accept
+GUARD_HANDSHAKE_MS = 5_000  # of TLS and HTTP/2
+GUARD_FIRST_MESSAGE_MS = 5_000  # from a call's beginning to its first message
+GUARD_TIMEOUT_MS = 10_000  # of a connection without an admitted call
+GUARD_ANSWER_BYTES_MIN = 4 << 10  # that an answer counts for, with its call
+GUARD_ANSWERS_BYTES_MAX = 64 << 20  # of answers that callers have not read
 METADATA_MAX = 64  # entries of one call; gRPC bounds them only for a peer that respects its settings
-DOOR_STREAMS_MAX = 256  # open calls over one gRPC connection
-DOOR_UNPROVED_OF_SOURCE_MAX = 64  # connections without an admitted call
-DOOR_CONNECTIONS_OF_SOURCE_MAX = 1024
-DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX = 4  # to its endpoint; a provider makes one or two
-DOOR_WINDOW_MS = 2_000
-DOOR_KNOCKS_OF_SOURCE_MAX = (
+GUARD_STREAMS_MAX = 256  # open calls over one gRPC connection
+GUARD_UNAUTHENTICATED_OF_SOURCE_MAX = 64  # connections without an admitted call
+GUARD_CONNECTIONS_OF_SOURCE_MAX = 1024
+GUARD_FABRIC_CONNECTIONS_OF_CLIENT_MAX = 4  # to its endpoint; a provider makes one or two
+GUARD_WINDOW_MS = 2_000
+GUARD_ATTEMPTS_OF_SOURCE_MAX = (
     200  # connections begun and calls refused, in that time; a source with more is barred
 )
-DOOR_UNPROVED_BYTES_MAX = 256 << 10  # that may arrive over a connection without an admitted call,
-DOOR_UNPROVED_BYTES_MS = 1_000  # and for how long there may be more, as a busy node admits calls late
-DOOR_PRESSES_MAX = 32  # calls of a connection, within DOOR_WINDOW_MS, Overloaded or cancelled in the queue
-DOOR_PRESSES_KEPT_MAX = 4_096  # between two looks
-DOOR_KNOCKS_OF_PRESSING = 20  # that a connection with more such calls counts for
-DOOR_KNOCKS_OF_LOUD = 50  # that an unauthenticated connection with too many bytes counts for
-DOOR_KNOCK_BYTES = 16 << 10  # a new connection without an admitted call counts once more per this many,
-DOOR_KNOCKS_OF_HEAVY = 10  # at most this many times
+GUARD_UNAUTHENTICATED_BYTES_MAX = 256 << 10  # that may arrive over a connection without an admitted call,
+GUARD_UNAUTHENTICATED_BYTES_MS = 1_000  # and for how long there may be more, as a busy node admits calls late
+GUARD_REPEATS_MAX = 32  # calls of a connection, within GUARD_WINDOW_MS, Overloaded or cancelled in the queue
+GUARD_REPEATS_KEPT_MAX = 4_096  # between two checks
+GUARD_ATTEMPTS_PER_REPEATING = 20  # that a connection with more such calls counts for
+GUARD_ATTEMPTS_PER_OVERSIZED = 50  # that an unauthenticated connection with too many bytes counts for
+GUARD_ATTEMPT_BYTES = 16 << 10  # a new connection without an admitted call counts once more per this many,
+GUARD_ATTEMPTS_PER_NEW_MAX = 10  # at most this many times
 # Bytes of a source outside messages that were read; a message that is still arriving counts until then.
-DOOR_FRAMES_BYTES_S = 4 << 20  # per second, permanently
-DOOR_FRAMES_BYTES_MAX = 32 << 20  # in addition, as a burst
-DOOR_SEGMENTS_MAX = 256  # of TCP between two glances: with fewer, the next full check is not brought forward
-DOOR_CALL_BYTES = 4 << 10  # that a call may have besides its messages, mostly headers
-DOOR_MESSAGE_BYTES = 64  # the same for a message,
-DOOR_MESSAGE_SHARE = 16  # plus one part in this many of its size: frames, and TLS
-DOOR_BARRED_MS = 10_000
-DOOR_BARRED_SOURCES_MAX = 512  # the kernel accepts filters of 4096 instructions; an IPv6 source needs 5
+GUARD_FRAMES_BYTES_S = 4 << 20  # per second, permanently
+GUARD_FRAMES_BYTES_MAX = 32 << 20  # in addition, as a burst
+GUARD_SEGMENTS_MAX = 256  # of TCP between two quick checks: with fewer, the next full check is not earlier
+GUARD_CALL_BYTES = 4 << 10  # that a call may have besides its messages, mostly headers
+GUARD_MESSAGE_BYTES = 64  # the same for a message,
+GUARD_MESSAGE_SHARE = 16  # plus one part in this many of its size: frames, and TLS
+GUARD_BARRED_MS = 10_000
+GUARD_BARRED_SOURCES_MAX = 512  # the kernel accepts filters of 4096 instructions; an IPv6 source needs 5
 CALLS_BEGUN_MAX = 4  # at a time, on a node with one tenant; with several, one call of each
 CALLS_WAIT_MS = (
     1  # between two checks of a begun call: one that waits for the same thing at both no longer counts
@@ -588,5 +588,5 @@ assert CLUSTER_CONFIRM_MS + ETCD_CALL_MS < SESSIONS_KNOWN_MS
 assert SESSIONS_KNOWN_MS < 0.9 * SESSIONS_TAKING_MS  # clocks run at different speeds
 assert max(LEASE_TIMEOUT_MS_MAX, REACH_TIMEOUT_MS_MAX) + ACK_GRACE_MS < CLUSTER_LEFT_MS
 assert UPKEEP_ASKED_BLOCKS <= BATCH_BLOCKS_MAX
-assert DOOR_HANDSHAKE_MS + DOOR_FIRST_MESSAGE_MS <= DOOR_TIMEOUT_MS
-assert 5 * DOOR_BARRED_SOURCES_MAX + 16 < 1 << 12
+assert GUARD_HANDSHAKE_MS + GUARD_FIRST_MESSAGE_MS <= GUARD_TIMEOUT_MS
+assert 5 * GUARD_BARRED_SOURCES_MAX + 16 < 1 << 12

@@ -1,4 +1,4 @@
-"""Authentication: the `Door` checks the caller before each call begins, and for as long as it lasts.
+"""Authentication: the `Authenticator` checks the caller before each call begins, and for as long as it lasts.
 
 It is an interceptor around all services of a server. A call with an unknown token is refused before its message is
 received, so nothing is stored for it. Each message of a call has a deadline, and a tenant may have only its share of
@@ -29,9 +29,9 @@ from google.protobuf.message import DecodeError
 
 from kvstore.errors import DeadlineExceeded, NotAuthenticated, Overloaded, ProtocolError
 from kvstore.limits import (
-    DOOR_ANSWER_BYTES_MIN,
-    DOOR_ANSWERS_BYTES_MAX,
-    DOOR_FIRST_MESSAGE_MS,
+    GUARD_ANSWER_BYTES_MIN,
+    GUARD_ANSWERS_BYTES_MAX,
+    GUARD_FIRST_MESSAGE_MS,
     INLINE_CHUNK_BYTES,
     INLINE_TIMEOUT_MS,
     MESSAGE_SMALL_BYTES_MAX,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
 
-__all__ = ["Door"]
+__all__ = ["Authenticator"]
 
 _PUBLIC: Final = {"/grpc.health.v1.Health/Check"}
 _NOBODY: Final = ""  # no tenant's name
@@ -61,7 +61,7 @@ _OPEN_ENDED: Final = {"Attach", "Watch", "ServerReflectionInfo"}
 _REFUSALS: Final = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT}
 
 
-class Door(grpc.aio.ServerInterceptor):
+class Authenticator(grpc.aio.ServerInterceptor):
     """The interceptor of a server that authenticates each call."""
 
     def __init__(self, gate: Gate, counters: Counters, timings: Timings) -> None:
@@ -72,7 +72,7 @@ class Door(grpc.aio.ServerInterceptor):
         self._refusing: Any = grpc.stream_unary_rpc_method_handler(self._refuse)
         self._entrance = Entrance(gate.tenants.known)
         self._messages = Messages(gate.tenants.known)
-        self._answers = Places(DOOR_ANSWERS_BYTES_MAX, gate.tenants.known)
+        self._answers = Places(GUARD_ANSWERS_BYTES_MAX, gate.tenants.known)
 
     def drops(self, peer: Callable[[], str]) -> bool:
         """Whether a call is dropped: its connection has been closed."""
@@ -163,7 +163,7 @@ class Door(grpc.aio.ServerInterceptor):
         try:
             begun = await self._entrance.enter(who)
         except (Overloaded, asyncio.CancelledError):  # told to retry, or left before its turn
-            self._gate.presses(context.peer())
+            self._gate.repeats(context.peer())
             raise
         _when_over(begun.over)
         return who, begun
@@ -176,11 +176,11 @@ class Door(grpc.aio.ServerInterceptor):
         """Keep an answer until its caller has read it; Overloaded if it is large and too many are kept."""
         if length > INLINE_CHUNK_BYTES:  # a smaller one is kept: its call has been executed
             self._refuse_more_answers(who, length)
-        size_bytes = max(length, DOOR_ANSWER_BYTES_MIN)
+        size_bytes = max(length, GUARD_ANSWER_BYTES_MIN)
         self._answers.take(who, size_bytes)
         # gRPC can't end a call whose answer is not read, not even with an error: only its connection can be closed.
         late = asyncio.get_running_loop().call_later(
-            INLINE_TIMEOUT_MS / 1000, self._gate.stands_still, context.peer()
+            INLINE_TIMEOUT_MS / 1000, self._gate.reads_nothing, context.peer()
         )
 
         _when_over(late.cancel)
@@ -270,7 +270,7 @@ class _InTime:
         return self
 
     async def __anext__(self) -> Any:
-        timeout_ms = INLINE_TIMEOUT_MS if self._began else DOOR_FIRST_MESSAGE_MS
+        timeout_ms = INLINE_TIMEOUT_MS if self._began else GUARD_FIRST_MESSAGE_MS
         which, self._began = "next" if self._began else "first", True
         async with self._all.coming(self._who):
             try:

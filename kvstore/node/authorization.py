@@ -43,8 +43,8 @@ class Gate:
         self.before: Callable[[], object] = lambda: None  # called before each call
         self.let_in: Callable[[str], object] = lambda _: None  # a call was allowed
         self.turned_away: Callable[[str], object] = lambda _: None  # a call was refused
-        self.stands_still: Callable[[str], object] = lambda _: None  # a caller does not read its answer
-        self.presses: Callable[[str], object] = lambda _: None  # a call was not begun: overload, or cancelled
+        self.reads_nothing: Callable[[str], object] = lambda _: None  # a caller does not read its answer
+        self.repeats: Callable[[str], object] = lambda _: None  # a call was not begun: overload, or cancelled
         self.brought: Callable[[str, int], object] = lambda *_: None  # with the size of a message
         self.floods: Callable[[str], object] = lambda _: None  # a call had too much metadata
         # Whether a peer's connection has been closed; with what finds the peer.

@@ -1,6 +1,6 @@
-"""Guards the node's ports: the `Doorkeeper` watches the sockets that gRPC and libfabric accept, and closes some.
+"""Guards the node's ports: the `ConnectionGuard` watches the sockets that gRPC and libfabric accept, and closes some.
 
-Both libraries accept any connection and keep it for as long as the peer likes. The doorkeeper lists the process's
+Both libraries accept any connection and keep it for as long as the peer likes. The guard lists the process's
 sockets ten times a second while there are any, and closes these: a connection to the port for calls that has had no
 call admitted by its deadline, or shortly after it has sent many bytes; one whose client does not read an answer, keeps
 calling when told to wait, or floods (too much metadata, or too many bytes outside messages); those that exceed the
@@ -29,31 +29,31 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kvstore.limits import (
-    DOOR_BARRED_MS,
-    DOOR_BARRED_SOURCES_MAX,
-    DOOR_CALL_BYTES,
-    DOOR_CONNECTIONS_OF_SOURCE_MAX,
-    DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
-    DOOR_FRAMES_BYTES_MAX,
-    DOOR_FRAMES_BYTES_S,
-    DOOR_GLANCE_MS,
-    DOOR_KNOCK_BYTES,
-    DOOR_KNOCKS_OF_HEAVY,
-    DOOR_KNOCKS_OF_LOUD,
-    DOOR_KNOCKS_OF_PRESSING,
-    DOOR_KNOCKS_OF_SOURCE_MAX,
-    DOOR_LOOK_IDLE_MS,
-    DOOR_LOOK_MS,
-    DOOR_MESSAGE_BYTES,
-    DOOR_MESSAGE_SHARE,
-    DOOR_PRESSES_KEPT_MAX,
-    DOOR_PRESSES_MAX,
-    DOOR_SEGMENTS_MAX,
-    DOOR_TIMEOUT_MS,
-    DOOR_UNPROVED_BYTES_MAX,
-    DOOR_UNPROVED_BYTES_MS,
-    DOOR_UNPROVED_OF_SOURCE_MAX,
-    DOOR_WINDOW_MS,
+    GUARD_ATTEMPT_BYTES,
+    GUARD_ATTEMPTS_OF_SOURCE_MAX,
+    GUARD_ATTEMPTS_PER_NEW_MAX,
+    GUARD_ATTEMPTS_PER_OVERSIZED,
+    GUARD_ATTEMPTS_PER_REPEATING,
+    GUARD_BARRED_MS,
+    GUARD_BARRED_SOURCES_MAX,
+    GUARD_CALL_BYTES,
+    GUARD_CHECK_IDLE_MS,
+    GUARD_CHECK_MS,
+    GUARD_CONNECTIONS_OF_SOURCE_MAX,
+    GUARD_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
+    GUARD_FRAMES_BYTES_MAX,
+    GUARD_FRAMES_BYTES_S,
+    GUARD_MESSAGE_BYTES,
+    GUARD_MESSAGE_SHARE,
+    GUARD_QUICK_CHECK_MS,
+    GUARD_REPEATS_KEPT_MAX,
+    GUARD_REPEATS_MAX,
+    GUARD_SEGMENTS_MAX,
+    GUARD_TIMEOUT_MS,
+    GUARD_UNAUTHENTICATED_BYTES_MAX,
+    GUARD_UNAUTHENTICATED_BYTES_MS,
+    GUARD_UNAUTHENTICATED_OF_SOURCE_MAX,
+    GUARD_WINDOW_MS,
     HEAP_LOOK_MS,
 )
 from kvstore.node import packet_filter
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from kvstore.node.fabric_address import Network
     from nic_offload.sockaddr import Ip
 
-__all__ = ["Doorkeeper", "source_of"]
+__all__ = ["ConnectionGuard", "source_of"]
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class _Endpoint(NamedTuple):
     shuts: bool  # once its client has connected
 
 
-class Doorkeeper:
+class ConnectionGuard:
     """Guards a node's connections. Peers and endpoints are reported on the node's loop; the rest runs in a thread."""
 
     def __init__(
@@ -123,7 +123,7 @@ class Doorkeeper:
         turned_away: Callable[[str, str, int], None],
         clients: Sequence[Network] = (),
     ) -> None:
-        """`turned_away` is called, on the doorkeeper's thread, with a source, a reason and a number of connections.
+        """`turned_away` is called, on the guard's thread, with a source, a reason and a number of connections.
 
         `clients` are hosts with several addresses: they may connect to an endpoint from any of these.
         """
@@ -138,29 +138,28 @@ class Doorkeeper:
         self._links: dict[str, _Link | None] = {}  # by name; None: a socket of no interest
         self._listening: dict[str, int] = {}  # port of each listening socket, by name
         self._at: dict[str, int] = {}  # its descriptor
-        self._knocked: dict[str, list[int]] = {}  # by source: when it connected, or was refused a call
-        self._refused: deque[str] = deque(maxlen=DOOR_KNOCKS_OF_SOURCE_MAX)  # peers, since the last look
-        self._still: deque[str] = deque(maxlen=DOOR_CONNECTIONS_OF_SOURCE_MAX)  # peers not reading an answer
-        self._flooding: deque[str] = deque(maxlen=DOOR_PRESSES_KEPT_MAX)  # peers, since the last look
-        self._pressing: deque[str] = deque(maxlen=DOOR_PRESSES_KEPT_MAX)  # peers, since the last look
-        self._pressed: dict[str, list[int]] = {}  # by peer: when its calls could not wait their turn
+        self._attempts: dict[str, list[int]] = {}  # by source: when it connected, or was refused a call
+        self._refused: deque[str] = deque(maxlen=GUARD_ATTEMPTS_OF_SOURCE_MAX)  # peers, since the last check
+        self._not_reading: deque[str] = deque(maxlen=GUARD_CONNECTIONS_OF_SOURCE_MAX)  # peers, likewise
+        self._flooding: deque[str] = deque(maxlen=GUARD_REPEATS_KEPT_MAX)  # peers, since the last check
+        self._repeating: deque[str] = deque(maxlen=GUARD_REPEATS_KEPT_MAX)  # peers, since the last check
+        self._repeated: dict[str, list[int]] = {}  # by peer: when its calls could not wait their turn
         self._barred: dict[str, int] = {}  # until when
         # Connections and segments received by the machine, as last read.
         self._counts: tuple[int, int] | None = None
-        self._much_since: dict[
-            str, int
-        ] = {}  # by socket: when it was first seen to have sent much without an admitted call
+        # By socket: when it was first seen to have sent much without an admitted call.
+        self._large_since: dict[str, int] = {}
         self._brought: dict[str, int] = {}  # by peer: bytes that its calls and messages account for
         self._beside: dict[str, int] = {}  # by socket: bytes beyond those, at the last count,
         self._counted_ns = 0  # which was then
         self._over: dict[str, int] = {}  # by source: how many of these exceed the permitted rate
-        self.is_busy = False  # the machine has received much since the last look
-        self._unproved = 0  # connections without an admitted call, at the last look
+        self.is_busy = False  # the machine has received much since the last check
+        self._unauthenticated = 0  # connections without an admitted call, at the last check
         self._expects_more = False  # an endpoint was added since then
         self._closed: dict[tuple[Ip, int], int] = {}  # peers, and when they were found to be disconnected
         self._filter_failed = False
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvstore-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvstore-guard", daemon=True)
 
     def also_at(self, port: int) -> None:
         """Count and bar sources at this port as well."""
@@ -184,24 +183,24 @@ class Doorkeeper:
         if not peer.startswith(_OF_CALLS):
             return
         self._proved[peer] = self._clock.monotonic_ns()
-        self._brought[peer] = self._brought.get(peer, 0) + DOOR_CALL_BYTES
+        self._brought[peer] = self._brought.get(peer, 0) + GUARD_CALL_BYTES
 
     def brought(self, peer: str, size_bytes: int) -> None:
         """Note that a message of this peer was read."""
-        more = DOOR_MESSAGE_BYTES + size_bytes + size_bytes // DOOR_MESSAGE_SHARE
+        more = GUARD_MESSAGE_BYTES + size_bytes + size_bytes // GUARD_MESSAGE_SHARE
         self._brought[peer] = self._brought.get(peer, 0) + more
 
     def refused(self, peer: str) -> None:
         """Note that a call of this peer was refused."""
         self._refused.append(peer)
 
-    def stands_still(self, peer: str) -> None:
-        """Note that this peer has not read an answer in time: it is disconnected at the next look."""
-        self._still.append(peer)
+    def reads_nothing(self, peer: str) -> None:
+        """Note that this peer has not read an answer in time: it is disconnected at the next check."""
+        self._not_reading.append(peer)
 
-    def presses(self, peer: str) -> None:
+    def repeats(self, peer: str) -> None:
         """Note that a call of this peer was Overloaded or cancelled in the queue; too many of these disconnect it."""
-        self._pressing.append(peer)
+        self._repeating.append(peer)
 
     def floods(self, peer: str) -> None:
         """Note that this peer sent a call as costly as a hundred others: it is disconnected, and its source barred."""
@@ -234,70 +233,70 @@ class Doorkeeper:
     def _run(self) -> None:
         heap = Heap()
         looked_ns = trimmed_ns = 0
-        wait_ms = DOOR_LOOK_MS
+        wait_ms = GUARD_CHECK_MS
         while not self._stop.wait(wait_ms / 1000):
             now_ns = self._clock.monotonic_ns()
             if now_ns - trimmed_ns >= HEAP_LOOK_MS * _MS:
                 trimmed_ns = now_ns
                 heap.give_back()
-            must = self.must_look()
-            wait_ms = DOOR_LOOK_MS if must else DOOR_GLANCE_MS
-            if not must and not self.is_busy and now_ns - looked_ns < DOOR_LOOK_IDLE_MS * _MS:
+            must = self.must_check()
+            wait_ms = GUARD_CHECK_MS if must else GUARD_QUICK_CHECK_MS
+            if not must and not self.is_busy and now_ns - looked_ns < GUARD_CHECK_IDLE_MS * _MS:
                 continue
             looked_ns = now_ns
             try:
-                self.look()
+                self.check()
             except Exception:  # without this thread the node would be unguarded, and nobody would know
                 log.exception("the connections could not be checked")
 
-    def must_look(self) -> bool:
+    def must_check(self) -> bool:
         """Whether there is something to check: a new, unauthenticated, refused or barred peer, or a new endpoint.
 
-        A connection that a library accepts late is found at the next regular look.
+        A connection that a library accepts late is found at the next regular check.
         """
         before, self._counts = self._counts, _tcp_counts()
         if self._counts is None or before is None or self._counts[0] != before[0]:
             return True
-        self.is_busy = self._counts[1] - before[1] > DOOR_SEGMENTS_MAX
-        heard = self._refused or self._still or self._pressing or self._flooding
-        return bool(self._unproved or heard or self._barred or self._expects_more)
+        self.is_busy = self._counts[1] - before[1] > GUARD_SEGMENTS_MAX
+        heard = self._refused or self._not_reading or self._repeating or self._flooding
+        return bool(self._unauthenticated or heard or self._barred or self._expects_more)
 
-    def look(self) -> None:
-        """Look at all sockets once, and close those that are not allowed to stay."""
+    def check(self) -> None:
+        """Check all sockets once, and close those that are not allowed to stay."""
         now_ns = self._clock.monotonic_ns()
-        self._unproved, self._expects_more = 0, False
+        self._unauthenticated, self._expects_more = 0, False
         expected = list(self._fabric)
         new = self._list(now_ns)
         for name in expected:
             if name not in self._listening:
                 self._fabric.pop(name, None)
                 self._shut.discard(name)
-        self._much_since = {name: at for name, at in self._much_since.items() if name in self._links}
+        self._large_since = {name: at for name, at in self._large_since.items() if name in self._links}
         peers = self._peers()
-        knocked = [link.source for link in new if link.own_port in self._ports]
-        self._weigh(new, peers, now_ns)
+        attempts = [link.source for link in new if link.own_port in self._ports]
+        self._count_large(new, peers, now_ns)
         while self._refused:
             ip = ip_of_peer(self._refused.popleft())
-            knocked += [] if ip is None else [source_of(ip)]
-        self._end_pressing(now_ns)
+            attempts += [] if ip is None else [source_of(ip)]
+        self._end_repeating(now_ns)
         self._end_flooding(now_ns)
-        self._bar(knocked, now_ns)
-        self._end_still()
+        self._bar(attempts, now_ns)
+        self._end_not_reading()
         self._end_frames(peers, now_ns)
         for source, links in self._grouped(lambda link: link.own_port == self._port, lambda one: one.source):
             self._keep_calls(source, links, peers, now_ns)
         self._keep_fabric()
         for place, since_ns in self._closed.copy().items():
-            if now_ns - since_ns > DOOR_BARRED_MS * _MS:
+            if now_ns - since_ns > GUARD_BARRED_MS * _MS:
                 self._closed.pop(place, None)
         here = {(link.ip, link.port) for link in self._links.values() if link is not None}
         # A list of pairs allocates objects that may trigger the garbage collector, and with it another thread.
         for peer, since_ns in self._proved.copy().items():
-            if now_ns - since_ns > DOOR_TIMEOUT_MS * _MS and peers.get(peer) not in here:
+            if now_ns - since_ns > GUARD_TIMEOUT_MS * _MS and peers.get(peer) not in here:
                 self._proved.pop(peer, None)
                 self._brought.pop(peer, None)
 
-    def _weigh(self, new: Iterable[_Link], peers: dict[str, tuple[Ip, int]], now_ns: int) -> None:
+    def _count_large(self, new: Iterable[_Link], peers: dict[str, tuple[Ip, int]], now_ns: int) -> None:
         """Count new connections as several, if they have sent much and no call was admitted.
 
         Of connections that send thousands of calls, reset them and close, few are seen.
@@ -305,16 +304,16 @@ class Doorkeeper:
         proved = set(peers.values())
         for link in new:
             if link.own_port == self._port and (link.ip, link.port) not in proved:
-                times = min(_received_bytes(link) // DOOR_KNOCK_BYTES, DOOR_KNOCKS_OF_HEAVY)
-                self._knocks(link.source, times, now_ns)
+                times = min(_received_bytes(link) // GUARD_ATTEMPT_BYTES, GUARD_ATTEMPTS_PER_NEW_MAX)
+                self._count_attempts(link.source, times, now_ns)
 
     def _end_frames(self, peers: dict[str, tuple[Ip, int]], now_ns: int) -> None:
         """Disconnect sources that keep sending bytes that belong to no message: pings, settings, and the like."""
         passed_ns = now_ns - self._counted_ns
-        if passed_ns < DOOR_GLANCE_MS * _MS:
+        if passed_ns < GUARD_QUICK_CHECK_MS * _MS:
             return
         self._counted_ns, before, self._beside = now_ns, self._beside, {}
-        allowed = DOOR_FRAMES_BYTES_S * passed_ns // _S
+        allowed = GUARD_FRAMES_BYTES_S * passed_ns // _S
         self._over = {source: over - allowed for source, over in self._over.items() if over > allowed}
         brought = {place: self._brought.get(peer, 0) for peer, place in peers.items()}
         calls = self._grouped(lambda link: (link.ip, link.port) in brought, lambda one: one.source)
@@ -323,45 +322,45 @@ class Doorkeeper:
                 self._beside[link.name] = _received_bytes(link) - brought[link.ip, link.port]
             more = {link.name: self._beside[link.name] - before.get(link.name, 0) for link in links}
             over = self._over.pop(source, 0) + sum(more.values())
-            if over > DOOR_FRAMES_BYTES_MAX:
+            if over > GUARD_FRAMES_BYTES_MAX:
                 mean = sum(more.values()) / len(links)
-                loud = [link for link in links if more[link.name] >= mean]
-                self._hang_up(loud)
-                self._knocks(source, DOOR_KNOCKS_OF_SOURCE_MAX + 1, now_ns)
-                self._turned_away(source, "connections with much that belongs to no call", len(loud))
+                flooding = [link for link in links if more[link.name] >= mean]
+                self._hang_up(flooding)
+                self._count_attempts(source, GUARD_ATTEMPTS_OF_SOURCE_MAX + 1, now_ns)
+                self._turned_away(source, "connections with too many bytes outside of calls", len(flooding))
             elif over > 0:
                 self._over[source] = over
 
-    def _end_still(self) -> None:
+    def _end_not_reading(self) -> None:
         still = set()
-        while self._still:
-            still.add(_ip_and_port(self._still.popleft()))
+        while self._not_reading:
+            still.add(_ip_and_port(self._not_reading.popleft()))
         ends = self._grouped(lambda link: (link.ip, link.port) in still, lambda one: one.source)
         for source, links in ends if still else ():
             self._hang_up(links)
             self._turned_away(source, "connections whose client did not read an answer in time", len(links))
 
-    def _end_pressing(self, now_ns: int) -> None:
-        while self._pressing:
-            self._pressed.setdefault(self._pressing.popleft(), []).append(now_ns)
-        loud = set()
-        for peer, times in list(self._pressed.items()):
-            times[:] = [one for one in times if now_ns - one < DOOR_WINDOW_MS * _MS]
-            if len(times) > DOOR_PRESSES_MAX:
-                loud.add(_ip_and_port(peer))
-            if not times or len(times) > DOOR_PRESSES_MAX:
-                del self._pressed[peer]
-        ends = self._grouped(lambda link: (link.ip, link.port) in loud, lambda one: one.source)
-        for source, links in ends if loud else ():
+    def _end_repeating(self, now_ns: int) -> None:
+        while self._repeating:
+            self._repeated.setdefault(self._repeating.popleft(), []).append(now_ns)
+        repeating = set()
+        for peer, times in list(self._repeated.items()):
+            times[:] = [one for one in times if now_ns - one < GUARD_WINDOW_MS * _MS]
+            if len(times) > GUARD_REPEATS_MAX:
+                repeating.add(_ip_and_port(peer))
+            if not times or len(times) > GUARD_REPEATS_MAX:
+                del self._repeated[peer]
+        ends = self._grouped(lambda link: (link.ip, link.port) in repeating, lambda one: one.source)
+        for source, links in ends if repeating else ():
             self._hang_up(links)
-            self._knocks(source, len(links) * DOOR_KNOCKS_OF_PRESSING, now_ns)
-            self._turned_away(source, "connections that went on calling when told to wait", len(links))
+            self._count_attempts(source, len(links) * GUARD_ATTEMPTS_PER_REPEATING, now_ns)
+            self._turned_away(source, "connections that kept calling when told to wait", len(links))
 
     def _end_flooding(self, now_ns: int) -> None:
         floods = {_ip_and_port(self._flooding.popleft()) for _ in range(len(self._flooding))}
         for source in {source_of(one[0]) for one in floods if one is not None}.difference(self._barred):
             # The client may have disconnected and connected again since.
-            self._knocks(source, DOOR_KNOCKS_OF_SOURCE_MAX + 1, now_ns)
+            self._count_attempts(source, GUARD_ATTEMPTS_OF_SOURCE_MAX + 1, now_ns)
             self._turned_away(source, "a connection that sent calls with too much metadata", 1)
         self._hang_up(link for link in self._links.values() if link and (link.ip, link.port) in floods)
 
@@ -409,18 +408,18 @@ class Doorkeeper:
         self, source: str, links: list[_Link], peers: dict[str, tuple[Ip, int]], now_ns: int
     ) -> None:
         proved = set(peers.values())
-        unproved = sorted(
+        unauthenticated = sorted(
             (link for link in links if (link.ip, link.port) not in proved), key=lambda one: one.since_ns
         )
-        self._unproved += len(unproved)
-        timeout_ms = 0 if source in self._barred else DOOR_TIMEOUT_MS
-        late = [one for one in unproved if now_ns - one.since_ns >= timeout_ms * _MS]
-        loud = [one for one in unproved if self._is_loud(one, now_ns)]
-        self._knocks(source, len(loud) * DOOR_KNOCKS_OF_LOUD, now_ns)
+        self._unauthenticated += len(unauthenticated)
+        timeout_ms = 0 if source in self._barred else GUARD_TIMEOUT_MS
+        late = [one for one in unauthenticated if now_ns - one.since_ns >= timeout_ms * _MS]
+        oversized = [one for one in unauthenticated if self._is_oversized(one, now_ns)]
+        self._count_attempts(source, len(oversized) * GUARD_ATTEMPTS_PER_OVERSIZED, now_ns)
         # An honest client makes a call within a moment: the oldest are closed.
-        crowd = unproved[: max(0, len(unproved) - DOOR_UNPROVED_OF_SOURCE_MAX)]
-        gone = {one.name: one for one in (*late, *loud, *crowd)}
-        over = len(links) - len(gone) - DOOR_CONNECTIONS_OF_SOURCE_MAX
+        crowd = unauthenticated[: max(0, len(unauthenticated) - GUARD_UNAUTHENTICATED_OF_SOURCE_MAX)]
+        gone = {one.name: one for one in (*late, *oversized, *crowd)}
+        over = len(links) - len(gone) - GUARD_CONNECTIONS_OF_SOURCE_MAX
         if over > 0:
             newest = sorted((one for one in links if one.name not in gone), key=lambda one: one.since_ns)
             gone |= {one.name: one for one in newest[-over:]}
@@ -428,14 +427,15 @@ class Doorkeeper:
             self._hang_up(gone.values())
             self._turned_away(source, "connections without an accepted call, or too many", len(gone))
 
-    def _is_loud(self, link: _Link, now_ns: int) -> bool:
+    def _is_oversized(self, link: _Link, now_ns: int) -> bool:
         """Whether so many bytes have arrived that a call should have been authenticated by now.
 
         gRPC widens the window of a new connection by itself, and the thread that admits calls may be behind.
         """
-        if _received_bytes(link) <= DOOR_UNPROVED_BYTES_MAX:
+        if _received_bytes(link) <= GUARD_UNAUTHENTICATED_BYTES_MAX:
             return False
-        return now_ns - self._much_since.setdefault(link.name, now_ns) >= DOOR_UNPROVED_BYTES_MS * _MS
+        since_ns = self._large_since.setdefault(link.name, now_ns)
+        return now_ns - since_ns >= GUARD_UNAUTHENTICATED_BYTES_MS * _MS
 
     def _keep_fabric(self) -> None:
         endpoints: dict[int, list[str]] = {}  # by port: endpoints of two IP families may share one
@@ -454,7 +454,7 @@ class Doorkeeper:
             (one for one in links if one.ip in clients or any(one.ip in many for many in self._clients)),
             key=lambda one: one.since_ns,
         )
-        most = DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX
+        most = GUARD_FABRIC_CONNECTIONS_OF_CLIENT_MAX
         gone = [one for one in links if one not in own] + own[most:]
         if gone:
             self._hang_up(gone)
@@ -481,27 +481,27 @@ class Doorkeeper:
                     ours.shutdown(socket.SHUT_RDWR)
             self._links[link.name] = None  # its library closes the descriptor
 
-    def _knocks(self, source: str, times: int, now_ns: int) -> None:
+    def _count_attempts(self, source: str, times: int, now_ns: int) -> None:
         if times:
-            self._knocked.setdefault(source, []).extend([now_ns] * times)
+            self._attempts.setdefault(source, []).extend([now_ns] * times)
 
-    def _bar(self, knocked: list[str], now_ns: int) -> None:
-        since_ns = now_ns - DOOR_WINDOW_MS * _MS
-        for source in knocked:
-            self._knocks(source, 1, now_ns)
+    def _bar(self, attempts: list[str], now_ns: int) -> None:
+        since_ns = now_ns - GUARD_WINDOW_MS * _MS
+        for source in attempts:
+            self._count_attempts(source, 1, now_ns)
         before = set(self._barred)
-        for source, times in list(self._knocked.items()):
+        for source, times in list(self._attempts.items()):
             times[:] = [one for one in times if one >= since_ns]
             if not times:
-                del self._knocked[source]
+                del self._attempts[source]
             elif (
-                len(times) > DOOR_KNOCKS_OF_SOURCE_MAX
+                len(times) > GUARD_ATTEMPTS_OF_SOURCE_MAX
                 and source not in self._barred
-                and len(self._barred) < DOOR_BARRED_SOURCES_MAX
+                and len(self._barred) < GUARD_BARRED_SOURCES_MAX
             ):
-                self._barred[source] = now_ns + DOOR_BARRED_MS * _MS
+                self._barred[source] = now_ns + GUARD_BARRED_MS * _MS
                 self._turned_away(
-                    source, f"barred for {DOOR_BARRED_MS} ms: it connects too often", len(times)
+                    source, f"barred for {GUARD_BARRED_MS} ms: it connects too often", len(times)
                 )
         for source, until_ns in list(self._barred.items()):
             if until_ns <= now_ns:

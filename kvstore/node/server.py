@@ -26,8 +26,8 @@ from kvstore.endpoints import ONE_CONNECTION
 from kvstore.errors import ConfigError, KvError
 from kvstore.limits import (
     CALLS_PENDING_MAX,
-    DOOR_HANDSHAKE_MS,
-    DOOR_STREAMS_MAX,
+    GUARD_HANDSHAKE_MS,
+    GUARD_STREAMS_MAX,
     MESSAGE_AHEAD_BYTES,
     MESSAGE_BYTES_MAX,
     READINESS_RETRY_MS,
@@ -36,12 +36,12 @@ from kvstore.limits import (
 )
 from kvstore.node import fail_stop
 from kvstore.node.audit import Audit
-from kvstore.node.authentication import Door
+from kvstore.node.authentication import Authenticator
 from kvstore.node.authorization import Gate
 from kvstore.node.batches_service import add_batches
 from kvstore.node.blocks_service import BlocksService
 from kvstore.node.cluster_service import ClusterService
-from kvstore.node.connection_guard import Doorkeeper
+from kvstore.node.connection_guard import ConnectionGuard
 from kvstore.node.core_dumps import keep_out_of_dumps
 from kvstore.node.erasing_service import ErasingService
 from kvstore.node.fabric_address import FabricAddress
@@ -106,7 +106,7 @@ _NS_PER_MS = 1_000_000
 _GRPC_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second node on the same port is an error
     *server_keepalive_options(),
-    ("grpc.max_concurrent_streams", DOOR_STREAMS_MAX),
+    ("grpc.max_concurrent_streams", GUARD_STREAMS_MAX),
     ("grpc.http2.max_requests_per_read", 1),  # a flood of one connection doesn't starve the others
     # Fix the bytes buffered of a message that is not awaited yet; a sender can't increase them.
     ("grpc.http2.bdp_probe", 0),
@@ -115,7 +115,7 @@ _GRPC_OPTIONS = (
     ("grpc.server.max_pending_requests", CALLS_PENDING_MAX),
     ("grpc.server.max_pending_requests_hard_limit", CALLS_PENDING_MAX),
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.server_handshake_timeout_ms", DOOR_HANDSHAKE_MS),
+    ("grpc.server_handshake_timeout_ms", GUARD_HANDSHAKE_MS),
 )
 
 
@@ -139,7 +139,9 @@ def open_server(node: Node, gate: Gate) -> tuple[grpc.aio.Server, Health]:
     """Open a node's server with its interceptor; it doesn't listen yet."""
     free_failed_batches()
     drop_calls()
-    server = grpc.aio.server(options=_GRPC_OPTIONS, interceptors=(Door(gate, node.counters, node.timings),))
+    server = grpc.aio.server(
+        options=_GRPC_OPTIONS, interceptors=(Authenticator(gate, node.counters, node.timings),)
+    )
     return server, add_services(server, node, gate)
 
 
@@ -238,7 +240,7 @@ def _serve_http(
     return http
 
 
-def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) -> Doorkeeper:
+def _guard_connections(node: Node, gate: Gate, port: int, clients: Sequence[Network]) -> ConnectionGuard:
     loop = asyncio.get_running_loop()
 
     def turned_away(source: str, why: str, connections: int) -> None:
@@ -248,15 +250,15 @@ def _keep_door(node: Node, gate: Gate, port: int, clients: Sequence[Network]) ->
     def at_endpoint(endpoint: Endpoint, client: Ip) -> None:
         listener = endpoint.listener()
         if listener is not None:
-            keeper.expects(listener, client, shuts=node.fabric.provider in ONE_CONNECTION)
+            guard.expects(listener, client, shuts=node.fabric.provider in ONE_CONNECTION)
 
-    keeper = Doorkeeper(node.clock, port, turned_away, clients)
-    gate.let_in, gate.turned_away, gate.stands_still = keeper.proved, keeper.refused, keeper.stands_still
-    gate.presses, gate.floods, gate.brought = keeper.presses, keeper.floods, keeper.brought
-    gate.has_closed = keeper.has_closed
+    guard = ConnectionGuard(node.clock, port, turned_away, clients)
+    gate.let_in, gate.turned_away, gate.reads_nothing = guard.proved, guard.refused, guard.reads_nothing
+    gate.repeats, gate.floods, gate.brought = guard.repeats, guard.floods, guard.brought
+    gate.has_closed = guard.has_closed
     node.at_endpoint = at_endpoint
-    keeper.start()
-    return keeper
+    guard.start()
+    return guard
 
 
 def _drives_shown(store: Store) -> str:
@@ -405,11 +407,11 @@ async def _serve_node(
     _join_cluster(node, gate, config)
     membership = node.membership
     server, health = open_server(node, gate)
-    http = keeper = control = None
+    http = guard = control = None
     try:
         await health.begin(ready=False)
         address = listen(server, config, certificates)
-        keeper = _keep_door(node, gate, int(address.rpartition(":")[2]), config.fabric_clients)
+        guard = _guard_connections(node, gate, int(address.rpartition(":")[2]), config.fabric_clients)
         await server.start()
         statistics = store.statistics()
         log.info(
@@ -426,7 +428,7 @@ async def _serve_node(
         control = _control(store, config, gate)
         if config.http is not None:
             http = _serve_http(node, gate, config, certificates, *config.http)
-            keeper.also_at(http.port)
+            guard.also_at(http.port)
         if membership is not None:
             membership.start()
         if node.upkeep is not None:
@@ -444,8 +446,8 @@ async def _serve_node(
             await http.close()
         await node.close()
         await server.stop(_STOP_GRACE_S)
-        if keeper is not None:
-            keeper.close()
+        if guard is not None:
+            guard.close()
 
 
 def _at_signals(do: Callable[[], object], *numbers: signal.Signals) -> None:

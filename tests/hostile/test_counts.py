@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from kvstore.limits import DOOR_ANSWERS_BYTES_MAX, ERASURES_WAITING_MAX, INLINE_TIMEOUT_MS
+from kvstore.limits import ERASURES_WAITING_MAX, GUARD_ANSWERS_BYTES_MAX, INLINE_TIMEOUT_MS
 from kvstore.wire import batches_pb2 as batches
 from kvstore.wire import blocks_pb2 as blocks
 from kvstore.wire import erasing_pb2 as erasing
@@ -50,7 +50,7 @@ def test_unread_answers(beside: Beside) -> None:
         assert not beside.times(SECONDS).errors
         time.sleep(INLINE_TIMEOUT_MS / 1000 + 3)
         wait_until(
-            lambda: beside.memory_bytes() <= memory + MEMORY_MAX + DOOR_ANSWERS_BYTES_MAX, "memory", 30
+            lambda: beside.memory_bytes() <= memory + MEMORY_MAX + GUARD_ANSWERS_BYTES_MAX, "memory", 30
         )
     assert did["asked"] > 0
     assert any("did not read an answer" in line["why"] for line in beside.audited() if "why" in line)

@@ -14,7 +14,7 @@ import pytest
 from kvstore.clock import SystemClock
 from kvstore.errors import Overloaded
 from kvstore.limits import (
-    DOOR_FIRST_MESSAGE_MS,
+    GUARD_FIRST_MESSAGE_MS,
     MESSAGE_SMALL_BYTES_MAX,
     METADATA_MAX,
     WATCHERS_MAX,
@@ -22,7 +22,7 @@ from kvstore.limits import (
 )
 from kvstore.node import authentication
 from kvstore.node.audit import Audit
-from kvstore.node.authentication import Door
+from kvstore.node.authentication import Authenticator
 from kvstore.node.authorization import Gate
 from kvstore.node.calls import refusals
 from kvstore.node.statistics import Counters
@@ -82,7 +82,7 @@ def test_a_caller_without_credentials_is_refused_before_its_message_is_awaited(
 ) -> None:
     with h2.connected("127.0.0.1", int(guarded.target.rpartition(":")[2])) as link:
         link.sendall(h2.headers(1, f"/kvstore.v1.{path}", *token))
-        assert b"16" in answered(link, DOOR_FIRST_MESSAGE_MS / 2000)
+        assert b"16" in answered(link, GUARD_FIRST_MESSAGE_MS / 2000)
 
 
 def test_a_call_with_too_much_metadata_is_refused_and_its_source_must_send_less(
@@ -146,7 +146,7 @@ def test_a_silent_stream_ends_at_its_timeout(guarded: NodeProcess) -> None:
             next(call)
         took = time.monotonic() - began
     assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert DOOR_FIRST_MESSAGE_MS / 1000 <= took < DOOR_FIRST_MESSAGE_MS / 1000 + 5
+    assert GUARD_FIRST_MESSAGE_MS / 1000 <= took < GUARD_FIRST_MESSAGE_MS / 1000 + 5
 
 
 def test_a_call_whose_first_answer_is_not_read_ends_with_its_status_and_counts_until_then() -> None:
@@ -163,7 +163,7 @@ def test_a_call_whose_first_answer_is_not_read_ends_with_its_status_and_counts_u
                 raise Overloaded("Nobody read.") from None
 
     async def call_it() -> None:
-        server = grpc.aio.server(interceptors=(Door(gate, Counters(), timings),))
+        server = grpc.aio.server(interceptors=(Authenticator(gate, Counters(), timings),))
         handler: Any = grpc.unary_stream_rpc_method_handler(standing)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Stand": handler}),))
         port = server.add_insecure_port("127.0.0.1:0")
@@ -187,7 +187,7 @@ def test_a_unary_caller_is_admitted_before_its_message_which_must_arrive_in_time
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Until then the guard counts what the connection sends as a stranger's."""
-    monkeypatch.setattr(authentication, "DOOR_FIRST_MESSAGE_MS", int(WAIT_S * 1000))
+    monkeypatch.setattr(authentication, "GUARD_FIRST_MESSAGE_MS", int(WAIT_S * 1000))
     clock = SystemClock()
     gate, timings = Gate(Tenants(bytes(16), clock), Audit(clock, None)), Timings(clock)
     let_in: list[str] = []
@@ -197,7 +197,7 @@ def test_a_unary_caller_is_admitted_before_its_message_which_must_arrive_in_time
         return request
 
     async def call_it() -> None:
-        server = grpc.aio.server(interceptors=(Door(gate, Counters(), timings),))
+        server = grpc.aio.server(interceptors=(Authenticator(gate, Counters(), timings),))
         handler: Any = grpc.unary_unary_rpc_method_handler(echo)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Echo": handler}),))
         port = server.add_insecure_port("127.0.0.1:0")
@@ -208,7 +208,7 @@ def test_a_unary_caller_is_admitted_before_its_message_which_must_arrive_in_time
                 await until(lambda: len(let_in) == 1)
                 link.sendall(h2.data(1, b"spoken", ends=True))
                 assert b"spoken" in await asyncio.to_thread(answered, link, 5)
-                monkeypatch.setattr(authentication, "DOOR_FIRST_MESSAGE_MS", 100)
+                monkeypatch.setattr(authentication, "GUARD_FIRST_MESSAGE_MS", 100)
                 link.sendall(h2.headers(3, "/test/Echo"))
                 assert b"did not arrive within" in await asyncio.to_thread(answered, link, 5)
         finally:
@@ -223,17 +223,17 @@ def test_a_caller_that_reads_no_answers_is_reported_and_limited_to_its_share(
 ) -> None:
     """An answer stays in gRPC as long as its caller's connection: hundreds of large ones once exhausted the node."""
     monkeypatch.setattr(authentication, "INLINE_TIMEOUT_MS", 300)
-    monkeypatch.setattr(authentication, "DOOR_ANSWERS_BYTES_MAX", 3 << 20)
+    monkeypatch.setattr(authentication, "GUARD_ANSWERS_BYTES_MAX", 3 << 20)
     clock = SystemClock()
     gate, timings = Gate(Tenants(bytes(16), clock), Audit(clock, None)), Timings(clock)
     still: list[str] = []
-    gate.stands_still = still.append
+    gate.reads_nothing = still.append
 
     async def large(_: bytes, __: Context) -> bytes:
         return bytes(1 << 20)
 
     async def call_it() -> None:
-        keeps = Door(gate, Counters(), timings)
+        keeps = Authenticator(gate, Counters(), timings)
         server = grpc.aio.server(interceptors=(keeps,))
         handler: Any = grpc.unary_unary_rpc_method_handler(large)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Large": handler}),))

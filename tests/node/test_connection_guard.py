@@ -14,24 +14,24 @@ import pytest
 
 from kvstore.clock import SystemClock
 from kvstore.limits import (
-    DOOR_BARRED_MS,
-    DOOR_BARRED_SOURCES_MAX,
-    DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
-    DOOR_GLANCE_MS,
-    DOOR_KNOCK_BYTES,
-    DOOR_KNOCKS_OF_HEAVY,
-    DOOR_KNOCKS_OF_PRESSING,
-    DOOR_KNOCKS_OF_SOURCE_MAX,
-    DOOR_PRESSES_MAX,
-    DOOR_SEGMENTS_MAX,
-    DOOR_TIMEOUT_MS,
-    DOOR_UNPROVED_BYTES_MAX,
-    DOOR_UNPROVED_BYTES_MS,
-    DOOR_UNPROVED_OF_SOURCE_MAX,
-    DOOR_WINDOW_MS,
+    GUARD_ATTEMPT_BYTES,
+    GUARD_ATTEMPTS_OF_SOURCE_MAX,
+    GUARD_ATTEMPTS_PER_NEW_MAX,
+    GUARD_ATTEMPTS_PER_REPEATING,
+    GUARD_BARRED_MS,
+    GUARD_BARRED_SOURCES_MAX,
+    GUARD_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
+    GUARD_QUICK_CHECK_MS,
+    GUARD_REPEATS_MAX,
+    GUARD_SEGMENTS_MAX,
+    GUARD_TIMEOUT_MS,
+    GUARD_UNAUTHENTICATED_BYTES_MAX,
+    GUARD_UNAUTHENTICATED_BYTES_MS,
+    GUARD_UNAUTHENTICATED_OF_SOURCE_MAX,
+    GUARD_WINDOW_MS,
 )
 from kvstore.node import connection_guard
-from kvstore.node.connection_guard import Doorkeeper, source_of
+from kvstore.node.connection_guard import ConnectionGuard, source_of
 from kvstore.node.packet_filter import NOBODY, admitting, refusing
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Clock(SystemClock):
         return self.now_ns
 
 
-class Door:
+class GuardRig:
     """A listener of this process, its guard, and its clients."""
 
     def __init__(self, undo: ExitStack) -> None:
@@ -58,7 +58,7 @@ class Door:
         self.port = self.listener.getsockname()[1]
         self.told: list[tuple[str, str, int]] = []
         self.all_theirs: list[socket.socket] = []
-        self.keeper = Doorkeeper(self.clock, self.port, lambda *one: self.told.append(one))
+        self.guard = ConnectionGuard(self.clock, self.port, lambda *one: self.told.append(one))
 
     def come(self, source: str = HERE, timeout_s: float = 5.0) -> socket.socket:
         ours = socket.create_connection((HERE, self.port), timeout_s, (source, 0))
@@ -67,15 +67,15 @@ class Door:
         self.all_theirs.append(self.theirs)
         return ours
 
-    def look(self, later_ms: int = 0) -> None:
+    def check(self, later_ms: int = 0) -> None:
         self.clock.now_ns += later_ms * MS
-        self.keeper.look()
+        self.guard.check()
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
+def rig() -> Iterator[GuardRig]:
     with ExitStack() as undo:
-        yield Door(undo)
+        yield GuardRig(undo)
 
 
 def stays(link: socket.socket) -> bool:
@@ -94,27 +94,27 @@ def peer(link: socket.socket) -> str:
 
 
 def test_a_connection_without_an_admitted_call_times_out_and_one_with_a_call_stays(
-    door: Door,
+    rig: GuardRig,
 ) -> None:
-    silent, honest = door.come(), door.come()
-    door.keeper.proved(peer(honest))
-    door.look()
-    door.look(DOOR_TIMEOUT_MS - 1)
+    silent, honest = rig.come(), rig.come()
+    rig.guard.proved(peer(honest))
+    rig.check()
+    rig.check(GUARD_TIMEOUT_MS - 1)
     assert stays(silent)
-    door.look(2)
+    rig.check(2)
     assert not stays(silent)
-    door.look(100 * DOOR_TIMEOUT_MS)
+    rig.check(100 * GUARD_TIMEOUT_MS)
     assert stays(honest)
-    assert [(source, count) for source, _, count in door.told] == [(HERE, 1)]
+    assert [(source, count) for source, _, count in rig.told] == [(HERE, 1)]
 
 
-def test_a_check_tolerates_calls_admitted_during_it(door: Door) -> None:
+def test_a_check_tolerates_calls_admitted_during_it(rig: GuardRig) -> None:
     """Another thread may run when the collector does; such a check was once abandoned, and barred nobody."""
     ports = count(1)
 
     def let_in(*_: object) -> None:
-        door.keeper.proved(f"ipv4:{HERE}:{next(ports)}")
-        door.keeper.floods(f"ipv4:{THERE}:{next(ports)}")
+        rig.guard.proved(f"ipv4:{HERE}:{next(ports)}")
+        rig.guard.floods(f"ipv4:{THERE}:{next(ports)}")
 
     for _ in range(1000):
         let_in()
@@ -122,121 +122,125 @@ def test_a_check_tolerates_calls_admitted_during_it(door: Door) -> None:
     gc.callbacks.append(let_in)
     gc.set_threshold(1)
     try:
-        door.look()
+        rig.check()
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(let_in)
 
 
-def test_http_requests_are_not_remembered(door: Door) -> None:
+def test_http_requests_are_not_remembered(rig: GuardRig) -> None:
     """Each has a peer of its own: thousands a second would be examined at each check."""
-    door.keeper.proved(f"http:{HERE}:5")
-    assert not door.keeper._proved
-    assert not door.keeper._brought
+    rig.guard.proved(f"http:{HERE}:5")
+    assert not rig.guard._proved
+    assert not rig.guard._brought
 
 
-def test_an_authenticated_caller_that_reads_no_answer_is_disconnected_at_the_next_check(door: Door) -> None:
-    still, honest = door.come(), door.come()
+def test_an_authenticated_caller_that_reads_no_answer_is_disconnected_at_the_next_check(
+    rig: GuardRig,
+) -> None:
+    still, honest = rig.come(), rig.come()
     for link in (still, honest):
-        door.keeper.proved(peer(link))
-    door.look()
-    door.keeper.stands_still(peer(still))
-    assert door.keeper.must_look()
-    door.look()
+        rig.guard.proved(peer(link))
+    rig.check()
+    rig.guard.reads_nothing(peer(still))
+    assert rig.guard.must_check()
+    rig.check()
     assert (stays(still), stays(honest)) == (False, True)
-    assert [(source, count) for source, _, count in door.told] == [(HERE, 1)]
+    assert [(source, count) for source, _, count in rig.told] == [(HERE, 1)]
 
 
 def test_a_caller_that_ignores_overloaded_is_disconnected_and_its_source_barred_the_next_time(
-    door: Door,
+    rig: GuardRig,
 ) -> None:
-    presses, waits = door.come(), door.come()
-    for link in (presses, waits):
-        door.keeper.proved(peer(link))
-        door.keeper.presses(peer(link))
-    door.look()
-    for _ in range(DOOR_PRESSES_MAX):
-        door.keeper.presses(peer(presses))
-    assert door.keeper.must_look()
-    door.look(1)
-    assert (stays(presses), stays(waits)) == (False, True)
-    for _ in range(DOOR_PRESSES_MAX):  # in a time in which it may
-        door.look(DOOR_WINDOW_MS // 4)
-        door.keeper.presses(peer(waits))
-    door.look()
+    repeats, waits = rig.come(), rig.come()
+    for link in (repeats, waits):
+        rig.guard.proved(peer(link))
+        rig.guard.repeats(peer(link))
+    rig.check()
+    for _ in range(GUARD_REPEATS_MAX):
+        rig.guard.repeats(peer(repeats))
+    assert rig.guard.must_check()
+    rig.check(1)
+    assert (stays(repeats), stays(waits)) == (False, True)
+    for _ in range(GUARD_REPEATS_MAX):  # in a time in which it may
+        rig.check(GUARD_WINDOW_MS // 4)
+        rig.guard.repeats(peer(waits))
+    rig.check()
     assert stays(waits)
-    again = [door.come(THERE) for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX // DOOR_KNOCKS_OF_PRESSING + 1)]
+    again = [rig.come(THERE) for _ in range(GUARD_ATTEMPTS_OF_SOURCE_MAX // GUARD_ATTEMPTS_PER_REPEATING + 1)]
     for link in again:
-        door.keeper.proved(peer(link))
-        for _ in range(DOOR_PRESSES_MAX + 1):
-            door.keeper.presses(peer(link))
-    door.look()
+        rig.guard.proved(peer(link))
+        for _ in range(GUARD_REPEATS_MAX + 1):
+            rig.guard.repeats(peer(link))
+    rig.check()
     assert not any(map(stays, again))
-    assert door.keeper.barred() == [THERE]
+    assert rig.guard.barred() == [THERE]
 
 
-def test_the_oldest_of_many_connections_of_one_source_are_closed_and_other_sources_stay(door: Door) -> None:
-    other = door.come(HERE)
+def test_the_oldest_of_many_connections_of_one_source_are_closed_and_other_sources_stay(
+    rig: GuardRig,
+) -> None:
+    other = rig.come(HERE)
     crowd = []
-    for _ in range(DOOR_UNPROVED_OF_SOURCE_MAX + 3):
-        crowd.append(door.come(THERE))
-        door.look(1)
-    assert [stays(one) for one in crowd] == [False] * 3 + [True] * DOOR_UNPROVED_OF_SOURCE_MAX
+    for _ in range(GUARD_UNAUTHENTICATED_OF_SOURCE_MAX + 3):
+        crowd.append(rig.come(THERE))
+        rig.check(1)
+    assert [stays(one) for one in crowd] == [False] * 3 + [True] * GUARD_UNAUTHENTICATED_OF_SOURCE_MAX
     assert stays(other)
 
 
-def test_a_caller_that_sends_much_without_a_token_is_soon_disconnected(door: Door) -> None:
+def test_a_caller_that_sends_much_without_a_token_is_soon_disconnected(rig: GuardRig) -> None:
     def loud_one() -> socket.socket:
-        link = door.come()
-        for _ in range(DOOR_UNPROVED_BYTES_MAX // 1024 + 1):
+        link = rig.come()
+        for _ in range(GUARD_UNAUTHENTICATED_BYTES_MAX // 1024 + 1):
             link.sendall(bytes(1024))
-            assert door.theirs.recv(1024, socket.MSG_WAITALL)
+            assert rig.theirs.recv(1024, socket.MSG_WAITALL)
         return link
 
     loud, proved, late = loud_one(), loud_one(), loud_one()
-    door.keeper.proved(peer(proved))
-    door.look()
-    door.look(DOOR_UNPROVED_BYTES_MS - 1)
+    rig.guard.proved(peer(proved))
+    rig.check()
+    rig.check(GUARD_UNAUTHENTICATED_BYTES_MS - 1)
     assert all(map(stays, (loud, proved, late)))
-    door.keeper.proved(peer(late))  # the node was busy
-    door.look(1)
+    rig.guard.proved(peer(late))  # the node was busy
+    rig.check(1)
     assert not stays(loud)
     assert stays(proved)
     assert stays(late)
 
 
-def test_new_connections_that_send_much_at_once_count_as_several(door: Door) -> None:
+def test_new_connections_that_send_much_at_once_count_as_several(rig: GuardRig) -> None:
     """A source that resets thousands of calls and leaves is seldom seen."""
 
     def bring_much(host: str, *, is_proved: bool) -> None:
-        link = door.come(host)
-        for _ in range(DOOR_KNOCKS_OF_HEAVY * DOOR_KNOCK_BYTES // 1024 + 1):
+        link = rig.come(host)
+        for _ in range(GUARD_ATTEMPTS_PER_NEW_MAX * GUARD_ATTEMPT_BYTES // 1024 + 1):
             link.sendall(bytes(1024))
-            assert door.theirs.recv(1024, socket.MSG_WAITALL)
+            assert rig.theirs.recv(1024, socket.MSG_WAITALL)
         if is_proved:
-            door.keeper.proved(peer(link))
-        door.look(1)
+            rig.guard.proved(peer(link))
+        rig.check(1)
 
-    enough = DOOR_KNOCKS_OF_SOURCE_MAX // (1 + DOOR_KNOCKS_OF_HEAVY)
+    enough = GUARD_ATTEMPTS_OF_SOURCE_MAX // (1 + GUARD_ATTEMPTS_PER_NEW_MAX)
     for _ in range(enough + 3):
         bring_much(THERE, is_proved=True)
     for _ in range(enough):
         bring_much(HERE, is_proved=False)
-    assert door.keeper.barred() == []
+    assert rig.guard.barred() == []
     bring_much(HERE, is_proved=False)
-    assert door.keeper.barred() == [HERE]
+    assert rig.guard.barred() == [HERE]
 
 
 def test_a_flood_outside_of_calls_is_disconnected_and_its_source_barred(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    rig: GuardRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = 256 << 10
-    monkeypatch.setattr(connection_guard, "DOOR_FRAMES_BYTES_MAX", many - 1)
-    monkeypatch.setattr(connection_guard, "DOOR_FRAMES_BYTES_S", many)
-    frames, blocks, other = door.come(), door.come(), door.come(THERE)
+    monkeypatch.setattr(connection_guard, "GUARD_FRAMES_BYTES_MAX", many - 1)
+    monkeypatch.setattr(connection_guard, "GUARD_FRAMES_BYTES_S", many)
+    frames, blocks, other = rig.come(), rig.come(), rig.come(THERE)
     theirs = {}
-    for link, its in zip((frames, blocks, other), door.all_theirs, strict=True):
-        door.keeper.proved(peer(link))
+    for link, its in zip((frames, blocks, other), rig.all_theirs, strict=True):
+        rig.guard.proved(peer(link))
         theirs[link] = its
 
     def send(link: socket.socket, size_bytes: int) -> None:
@@ -244,126 +248,126 @@ def test_a_flood_outside_of_calls_is_disconnected_and_its_source_barred(
             link.sendall(bytes(1024))
             assert theirs[link].recv(1024, socket.MSG_WAITALL)
 
-    door.look()
+    rig.check()
     for _ in range(3):  # of blocks it may send as many as it likes
         send(blocks, 2 * many)
-        door.keeper.brought(peer(blocks), 2 * many)
+        rig.guard.brought(peer(blocks), 2 * many)
         send(other, many // 2)
-        door.look(DOOR_GLANCE_MS)
+        rig.check(GUARD_QUICK_CHECK_MS)
     assert all(map(stays, (frames, blocks, other)))
     for _ in range(2):  # neither alone is too much
         assert stays(frames)
         send(frames, many - 1024)
-        door.look(DOOR_GLANCE_MS)
+        rig.check(GUARD_QUICK_CHECK_MS)
     assert [stays(one) for one in (frames, blocks, other)] == [False, True, True]
-    door.look()
-    assert door.keeper.barred() == [HERE]
+    rig.check()
+    assert rig.guard.barred() == [HERE]
 
 
 def test_an_incoming_message_counts_only_until_it_is_read(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    rig: GuardRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size_bytes = 64 << 10
-    monkeypatch.setattr(connection_guard, "DOOR_FRAMES_BYTES_MAX", size_bytes)
-    monkeypatch.setattr(connection_guard, "DOOR_FRAMES_BYTES_S", 0)
-    link = door.come()
-    door.keeper.proved(peer(link))
+    monkeypatch.setattr(connection_guard, "GUARD_FRAMES_BYTES_MAX", size_bytes)
+    monkeypatch.setattr(connection_guard, "GUARD_FRAMES_BYTES_S", 0)
+    link = rig.come()
+    rig.guard.proved(peer(link))
     for _ in range(3):
         for _ in range(size_bytes // 1024):
             link.sendall(bytes(1024))
-            assert door.theirs.recv(1024, socket.MSG_WAITALL)
-        door.look(DOOR_GLANCE_MS)
+            assert rig.theirs.recv(1024, socket.MSG_WAITALL)
+        rig.check(GUARD_QUICK_CHECK_MS)
         assert stays(link)
-        door.keeper.brought(peer(link), size_bytes)
-        door.look(DOOR_GLANCE_MS)
+        rig.guard.brought(peer(link), size_bytes)
+        rig.check(GUARD_QUICK_CHECK_MS)
     assert stays(link)
 
 
-def test_a_peer_that_reuses_a_port_is_admitted_again(door: Door) -> None:
+def test_a_peer_that_reuses_a_port_is_admitted_again(rig: GuardRig) -> None:
     with socket.socket() as link:
         link.bind((HERE, 0))
-        door.keeper.proved(peer(link))  # over a connection that has gone
-        door.look(DOOR_TIMEOUT_MS)
-        door.keeper.proved(peer(link))  # over one that no look has seen yet
-        door.look(1)
-        link.connect((HERE, door.port))
-        theirs, _ = door.listener.accept()
+        rig.guard.proved(peer(link))  # over a connection that has gone
+        rig.check(GUARD_TIMEOUT_MS)
+        rig.guard.proved(peer(link))  # over one that no look has seen yet
+        rig.check(1)
+        link.connect((HERE, rig.port))
+        theirs, _ = rig.listener.accept()
         with theirs:
-            door.look()
-            door.look(2 * DOOR_TIMEOUT_MS)
+            rig.check()
+            rig.check(2 * GUARD_TIMEOUT_MS)
             assert stays(link)
 
 
-def test_only_a_source_that_connects_too_often_is_barred_by_the_kernel_for_a_time(door: Door) -> None:
-    for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX + 1):
-        door.come(THERE)
-    door.look()
-    assert door.keeper.barred() == [THERE]
+def test_only_a_source_that_connects_too_often_is_barred_by_the_kernel_for_a_time(rig: GuardRig) -> None:
+    for _ in range(GUARD_ATTEMPTS_OF_SOURCE_MAX + 1):
+        rig.come(THERE)
+    rig.check()
+    assert rig.guard.barred() == [THERE]
     with pytest.raises(TimeoutError):
-        socket.create_connection((HERE, door.port), 0.3, (THERE, 0))
-    door.come(HERE)
-    door.look(DOOR_BARRED_MS + 1)
-    assert door.keeper.barred() == []
-    door.come(THERE)
+        socket.create_connection((HERE, rig.port), 0.3, (THERE, 0))
+    rig.come(HERE)
+    rig.check(GUARD_BARRED_MS + 1)
+    assert rig.guard.barred() == []
+    rig.come(THERE)
 
 
-def test_refused_calls_count_as_attempts(door: Door) -> None:
-    link = door.come(THERE)
-    for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX + 1):
-        door.keeper.refused(peer(link))
-    door.look()
-    door.keeper.refused(peer(link))
-    door.look()
-    assert door.keeper.barred() == [THERE]
+def test_refused_calls_count_as_attempts(rig: GuardRig) -> None:
+    link = rig.come(THERE)
+    for _ in range(GUARD_ATTEMPTS_OF_SOURCE_MAX + 1):
+        rig.guard.refused(peer(link))
+    rig.check()
+    rig.guard.refused(peer(link))
+    rig.check()
+    assert rig.guard.barred() == [THERE]
     assert not stays(link)
 
 
-def test_calls_of_a_closed_connection_count_as_its_own_until_the_port_is_reused(door: Door) -> None:
+def test_calls_of_a_closed_connection_count_as_its_own_until_the_port_is_reused(rig: GuardRig) -> None:
     """More of them had been accepted than the one that closed it."""
 
     def has_closed(name: str) -> bool:
-        return door.keeper.has_closed(lambda: name)
+        return rig.guard.has_closed(lambda: name)
 
-    floods, honest, late = door.come(THERE), door.come(), door.come()
-    door.keeper.proved(peer(honest))
-    door.look()
+    floods, honest, late = rig.come(THERE), rig.come(), rig.come()
+    rig.guard.proved(peer(honest))
+    rig.check()
     name = peer(floods)
-    door.keeper.floods(name)
+    rig.guard.floods(name)
     assert has_closed(name)  # at once: each such call takes milliseconds
-    door.look(DOOR_TIMEOUT_MS)
+    rig.check(GUARD_TIMEOUT_MS)
     assert [has_closed(peer(link)) for link in (floods, late, honest)] == [True, True, False]
     place = late.getsockname()
     late.close()
-    door.theirs.close()
-    with socket.create_connection((HERE, door.port), 5.0, place) as again, door.listener.accept()[0]:
-        door.look()
+    rig.theirs.close()
+    with socket.create_connection((HERE, rig.port), 5.0, place) as again, rig.listener.accept()[0]:
+        rig.check()
         assert not has_closed(peer(again))
-    door.look(DOOR_BARRED_MS + 1)
+    rig.check(GUARD_BARRED_MS + 1)
     assert not has_closed(name)
 
 
-def test_a_call_with_too_much_metadata_ends_its_connection_and_bars_its_source(door: Door) -> None:
-    floods, gone, honest = door.come(THERE), door.come(THERE), door.come()
+def test_a_call_with_too_much_metadata_ends_its_connection_and_bars_its_source(rig: GuardRig) -> None:
+    floods, gone, honest = rig.come(THERE), rig.come(THERE), rig.come()
     for link in (floods, honest):
-        door.keeper.proved(peer(link))
+        rig.guard.proved(peer(link))
     for link in (floods, gone):
-        door.keeper.floods(peer(link))
+        rig.guard.floods(peer(link))
     gone.close()
-    assert door.keeper.must_look()
-    door.look()
+    assert rig.guard.must_check()
+    rig.check()
     assert (stays(floods), stays(honest)) == (False, True)
-    assert door.keeper.barred() == [THERE]
+    assert rig.guard.barred() == [THERE]
 
 
 class Endpoint:
     """A fabric endpoint's listening socket, and the connections that it accepts."""
 
-    def __init__(self, door: Door, undo: ExitStack, *, shuts: bool = False) -> None:
+    def __init__(self, rig: GuardRig, undo: ExitStack, *, shuts: bool = False) -> None:
         self._undo, self.port = undo, 0
         self.listener = undo.enter_context(socket.create_server((HERE, 0)))
         self.port = self.listener.getsockname()[1]
         self.theirs: list[socket.socket] = []
-        door.keeper.expects(self.listener.fileno(), ip_address(HERE), shuts=shuts)
+        rig.guard.expects(self.listener.fileno(), ip_address(HERE), shuts=shuts)
 
     def come(self, source: str, timeout_s: float = 5.0) -> socket.socket:
         ours = self._undo.enter_context(socket.create_connection((HERE, self.port), timeout_s, (source, 0)))
@@ -378,41 +382,41 @@ class Endpoint:
         return True
 
 
-def test_only_its_client_connects_to_an_endpoint(door: Door) -> None:
+def test_only_its_client_connects_to_an_endpoint(rig: GuardRig) -> None:
     with ExitStack() as undo:
-        endpoint = Endpoint(door, undo)
+        endpoint = Endpoint(rig, undo)
         assert not endpoint.is_open_to(THERE), "it is not even let in for a moment"
         own = []
-        for _ in range(DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX + 2):
+        for _ in range(GUARD_FABRIC_CONNECTIONS_OF_CLIENT_MAX + 2):
             own.append(endpoint.come(HERE))
-            door.look(1)
-        assert [stays(one) for one in own] == [True] * DOOR_FABRIC_CONNECTIONS_OF_CLIENT_MAX + [False] * 2
-        door.keeper._clients = (ip_network("127.0.0.0/28"),)  # of a host that has several
-        several = Endpoint(door, undo)
+            rig.check(1)
+        assert [stays(one) for one in own] == [True] * GUARD_FABRIC_CONNECTIONS_OF_CLIENT_MAX + [False] * 2
+        rig.guard._clients = (ip_network("127.0.0.0/28"),)  # of a host that has several
+        several = Endpoint(rig, undo)
         assert several.is_open_to(THERE)
 
 
-def test_a_peer_that_connected_to_an_endpoint_before_its_filter_is_disconnected(door: Door) -> None:
+def test_a_peer_that_connected_to_an_endpoint_before_its_filter_is_disconnected(rig: GuardRig) -> None:
     with ExitStack() as undo, socket.create_server((HERE, 0)) as listener:
         undo.enter_context(socket.create_connection(listener.getsockname(), 5.0, (THERE, 0)))
         foreign = undo.enter_context(listener.accept()[0])
-        door.keeper.expects(listener.fileno(), ip_address(HERE), shuts=False)
-        door.look()
+        rig.guard.expects(listener.fileno(), ip_address(HERE), shuts=False)
+        rig.check()
         assert not stays(foreign)
-        assert source_of(ip_address(THERE)) in {source for source, _, _ in door.told}
+        assert source_of(ip_address(THERE)) in {source for source, _, _ in rig.told}
 
 
-def test_an_endpoint_in_use_admits_nobody_else_until_its_client_has_left(door: Door) -> None:
+def test_an_endpoint_in_use_admits_nobody_else_until_its_client_has_left(rig: GuardRig) -> None:
     with ExitStack() as undo:
-        endpoint, other = Endpoint(door, undo, shuts=True), Endpoint(door, undo, shuts=True)
+        endpoint, other = Endpoint(rig, undo, shuts=True), Endpoint(rig, undo, shuts=True)
         client = endpoint.come(HERE)
-        door.look()
+        rig.check()
         assert stays(client)
         assert not endpoint.is_open_to(HERE)
         assert other.is_open_to(HERE)
         client.close()
         endpoint.theirs[0].close()
-        door.look()
+        rig.check()
         assert endpoint.is_open_to(HERE)
 
 
@@ -458,7 +462,7 @@ def test_a_filter_refuses_exactly_the_barred_sources(many: int) -> None:
 
 
 def test_the_kernel_accepts_a_filter_of_the_maximum_number_of_barred_sources() -> None:
-    assert len(refusing(f"2001:db8:{at:x}::/64" for at in range(DOOR_BARRED_SOURCES_MAX))) <= 4096 * 8
+    assert len(refusing(f"2001:db8:{at:x}::/64" for at in range(GUARD_BARRED_SOURCES_MAX))) <= 4096 * 8
 
 
 @pytest.mark.parametrize(
@@ -494,41 +498,41 @@ def test_a_source_is_an_ipv4_address_or_an_ipv6_network() -> None:
 
 
 def test_the_guard_checks_while_a_peer_is_new_unauthenticated_refused_or_barred(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    rig: GuardRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[tuple[int, int] | None] = [(7, 0)]
     monkeypatch.setattr(connection_guard, "_tcp_counts", lambda: counts[0])
-    keeper = door.keeper
-    assert keeper.must_look()
-    door.look()
-    assert not keeper.must_look()
+    guard = rig.guard
+    assert guard.must_check()
+    rig.check()
+    assert not guard.must_check()
     counts[0] = 8, 0
-    assert keeper.must_look()
-    assert not keeper.must_look()
-    assert not keeper.is_busy
-    counts[0] = 8, DOOR_SEGMENTS_MAX + 1
-    assert not keeper.must_look()
-    assert keeper.is_busy, "connections that were let in bring much"
-    link = door.come()
-    door.look()
-    assert keeper.must_look(), "one who has not been let in is waited for"
-    keeper.proved(peer(link))
-    door.look()
-    assert not keeper.must_look()
-    keeper.refused("ipv4:127.0.0.7:9")
-    assert keeper.must_look()
-    door.look()
-    assert not keeper.must_look()
+    assert guard.must_check()
+    assert not guard.must_check()
+    assert not guard.is_busy
+    counts[0] = 8, GUARD_SEGMENTS_MAX + 1
+    assert not guard.must_check()
+    assert guard.is_busy, "connections that were let in bring much"
+    link = rig.come()
+    rig.check()
+    assert guard.must_check(), "one who has not been let in is waited for"
+    guard.proved(peer(link))
+    rig.check()
+    assert not guard.must_check()
+    guard.refused("ipv4:127.0.0.7:9")
+    assert guard.must_check()
+    rig.check()
+    assert not guard.must_check()
     with socket.create_server((HERE, 0)) as endpoint:
-        keeper.expects(endpoint.fileno(), ip_address(HERE), shuts=False)
-        assert keeper.must_look()
-        door.look()
-    for _ in range(DOOR_KNOCKS_OF_SOURCE_MAX + 1):
-        keeper.refused("ipv4:127.0.0.7:9")
-        door.look()
-    assert keeper.barred() == ["127.0.0.7"]
-    assert keeper.must_look()
-    door.look(DOOR_BARRED_MS)
-    assert not keeper.must_look()
+        guard.expects(endpoint.fileno(), ip_address(HERE), shuts=False)
+        assert guard.must_check()
+        rig.check()
+    for _ in range(GUARD_ATTEMPTS_OF_SOURCE_MAX + 1):
+        guard.refused("ipv4:127.0.0.7:9")
+        rig.check()
+    assert guard.barred() == ["127.0.0.7"]
+    assert guard.must_check()
+    rig.check(GUARD_BARRED_MS)
+    assert not guard.must_check()
     counts[0] = None
-    assert keeper.must_look(), "a kernel that doesn't tell of connections"
+    assert guard.must_check(), "a kernel that doesn't tell of connections"

@@ -64,6 +64,6 @@ def test_the_documented_limits_are_the_actual_ones(text: str) -> None:
     assert f"1 to {limits.BATCH_BLOCKS_MAX:,} blocks" in text
     assert f"{limits.SESSION_BLOCKS_MAX:,}" in text
     assert f"{limits.MESSAGE_BYTES_MAX // mib} MiB and {limits.MESSAGE_BYTES_MAX % mib >> 10} KiB" in text
-    assert f"{limits.DOOR_STREAMS_MAX} calls at a time" in text
-    assert f"within {limits.DOOR_FIRST_MESSAGE_MS // 1000} s" in text
+    assert f"{limits.GUARD_STREAMS_MAX} calls at a time" in text
+    assert f"within {limits.GUARD_FIRST_MESSAGE_MS // 1000} s" in text
     assert f"within {limits.INLINE_TIMEOUT_MS // 1000} s" in text
