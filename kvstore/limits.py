@@ -304,12 +304,17 @@ ENCRYPT_REST_MS = 100  # after a stretch, however short it was
 ENCRYPT_LOOKED_AT_ONCE = 1024  # rows of the index
 SCRUB_PIECE_BYTES = 256 << 10  # of a quarantined extent, overwritten one at a time
 UNSYNCED_FREES_MAX = 256  # records replaced by others that are not synced; more cause a sync
+FILL_PIECE_BYTES = 1 << 20  # of zeros, written at a time to a drive that is formatted
+BLANK_BYTES = 1 << 20  # of zeros at a drive's start: it is blank
+BOUNCE_BYTES = 1 << 20  # that a drive reads or writes at a time while its caller waits
 ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
 INDEX_HEADERS_CHECKED_MAX = (
     1024  # records compared with an index that was not closed; reading all would be a scan
 )
 FREE_HEADERS_CHECKED_MAX = 256  # free extents, and as many of the oldest records, that are checked then too
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more is not recovered but reported
+SCAN_WINDOW_BYTES = 256 << 10  # one read of this much costs little more than one of a page
+SCAN_SKIPPED_BYTES = 64 << 10  # a larger record isn't read for the headers after it
 SCAN_BATCH_RECORDS = 4096  # found by a scan, added to the index together
 EXTENTS_AT_ONCE = 4096  # of the C core's map, returned by one call
 HOT_BYTES_DEFAULT = 256 << 20  # memory through which reads go to clients, and in which they stay
@@ -448,6 +453,8 @@ STALE_DEADLINES_MAX = 1024  # replaced ones, in addition to as many as there are
 READS_OF_BLOCK_MAX = 3  # twice the whole block, then only its header
 INDEX_TABLES_MAX = 64  # that a copy may have
 INDEX_ROWS_COPIED_AT_ONCE = 65_536  # into a new file, by one transaction
+INDEX_READ_BYTES = 4 << 20  # of its file, read or overwritten at a time
+INDEX_COPY_SPARE_BYTES = 1 << 20  # of address space, besides twice the file that is copied
 INDEX_MAP_BYTES_MIN = 64 << 20  # address space of the smallest drive's index
 INDEX_ROWS_AT_ONCE = 32_768  # that are read as an array
 INDEX_PAGES_CHECKED_AT_ONCE = 1024

@@ -78,5 +78,5 @@ def _output(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
     code = getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
     out = ctypes.create_string_buffer(max(1, size.value))
     if code or getattr(library, f"nvrtcGet{what}")(program, out):
-        raise CudaUnavailable(f"NVRTC gave no {what}.")
+        raise CudaUnavailable(f"NVRTC returned no {what}.")
     return out.raw

@@ -75,6 +75,13 @@ PLANTED = [
     ("bounds_are_in_limits", "kvstore/storage/a.py", "_ROWS_AT_ONCE = 1 << 16", "_ROWS_AT_ONCE belongs in"),
     ("bounds_are_in_limits", "kvstore/storage/a.py", "_AT_ONCE = 4096", "_AT_ONCE belongs in"),
     ("bounds_are_in_limits", "kvstore/engines/a.py", "_THREADS = 2", "_THREADS belongs in"),
+    (
+        "bounds_are_in_limits",
+        "kvstore/storage/a.py",
+        "_READ_BYTES: Final = 4 << 20",
+        "_READ_BYTES belongs in",
+    ),
+    ("bounds_are_in_limits", "kvstore/node/a.py", "_READ_BYTES = 65_536", "_READ_BYTES belongs in"),
     ("bounds_are_in_limits", "kvstore/storage/a.py", "_BATCH_RECORDS = 64", "_BATCH_RECORDS belongs in"),
     ("bounds_are_in_limits", "kvstore/cli.py", "_DAYS_MAX: Final = 3650", "_DAYS_MAX belongs in"),
     ("bounds_are_in_limits", "kvstore/commands/a.py", "_S_MIN, _S_MAX = 0.1, 3600.0", "_S_MIN belongs in"),
@@ -99,7 +106,7 @@ HARMLESS = [
     (
         "bounds_are_in_limits",
         "kvstore/a.py",
-        "from kvstore.limits import X\nWAIT_S = X / 1000\n_SECOND_NS = 1",
+        "from kvstore.limits import X\nWAIT_S = X / 1000\n_SECOND_NS = 1\n_HEAD_BYTES = 4096",
     ),
     ("c_files_are_short", "nic_offload/a.c", "\n" * 390),
     ("no_builtin_hash", "kvstore/a.py", "class A:\n    def __hash__(self):\n        return hash(1)"),

@@ -69,10 +69,13 @@ BOUND = re.compile(
     r"|(?:[A-Z0-9_]+_)?(?:AT_ONCE|BATCH(?:_[A-Z]+)?|STEPS|THREADS|TRIES))$"
 )
 UNITS = {"_SECOND_NS"}
+BUFFER_BYTES_MIN = 64 << 10  # a constant of more bytes is the size of a buffer, and none of a format
+NAMED_SIZES = {"PART_BYTES", "_PIECE_BYTES"}  # part of blocks' names, so they never change
 BOUNDS_ALLOWED = {
     "kvstore/bench/": "how much it moves and how long it waits is part of the measurement",
     "kvstore/commands/probes.py": "the same: doctor's measurement of a drive",
     "kvstore/demo/": "the same: it demonstrates, and no service depends on it",
+    "kvstore/testing/": "the same: the sizes of nodes for tests",
 }
 CLOCK_ALLOWED = {
     "kvstore/clock.py": "it is the seam",
@@ -349,6 +352,20 @@ def c_files_are_short(root: Path) -> Iterator[Breach]:
             yield f"{name}: {lines} lines, at most {C_LINES_MAX}"
 
 
+def _bytes_of(value: ast.expr) -> int:
+    """The number in an expression such as `4 << 20`; the largest one in any other."""
+    numbers = [
+        one.value for one in ast.walk(value) if isinstance(one, ast.Constant) and isinstance(one.value, int)
+    ]
+    is_shift = isinstance(getattr(value, "op", None), ast.LShift) and len(numbers) == 2
+    return numbers[0] << numbers[1] if is_shift else max(numbers, default=0)
+
+
+def _is_bound(name: str, *, is_buffer: bool) -> bool:
+    is_size = is_buffer and name.endswith("_BYTES") and name not in NAMED_SIZES
+    return name not in UNITS and (is_size or BOUND.match(name) is not None)
+
+
 def bounds_are_in_limits(root: Path) -> Iterator[Breach]:
     """Numeric bounds, and the sizes of caches, are in kvstore/limits.py, beside the bounds that they depend on."""
     for name, tree in _modules(root, "kvstore"):
@@ -357,8 +374,9 @@ def bounds_are_in_limits(root: Path) -> Iterator[Breach]:
         for node in tree.body:
             target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
             names = [getattr(one, "id", "") for one in getattr(target, "elts", [target])]
-            bound = next((one for one in names if BOUND.match(one) and one not in UNITS), None)
             value = getattr(node, "value", None)
+            is_buffer = value is not None and _bytes_of(value) >= BUFFER_BYTES_MIN
+            bound = next((one for one in names if _is_bound(one, is_buffer=is_buffer)), None)
             if bound is None or value is None:
                 continue
             parts = [

@@ -178,7 +178,7 @@ def merged(key: bytes, each: Sequence[PutResult], copies: int) -> PutResult:
             return one if all(other.landed_ns for other in each) else one._replace(landed_ns=0)
         there = len(each)
         return PutResult(
-            key, None, NodeUnavailable(f"{copies} copies are wanted, and {there} nodes are there.")
+            key, None, NodeUnavailable(f"{copies} copies are required, and {there} nodes are available.")
         )
     reached = [one.durability for one in good if one.durability is not None]
     return PutResult(

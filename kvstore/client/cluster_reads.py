@@ -108,7 +108,7 @@ class Reads:
         staying = min(OWNERS_MAX, len(now.members) - len(now.draining))
         ranks = [*range(min(replicas + 1, staying))]
         ranks += range(staying, staying + len(now.draining))  # draining members come last
-        outcomes: list[R | Miss] = [Miss(MissReason.NODE_AWAY, "no member is on the map")] * len(keys)
+        outcomes: list[R | Miss] = [Miss(MissReason.NODE_AWAY, "the map has no members")] * len(keys)
         lost: dict[int, list[str]] = defaultdict(list)  # the owners that should have a block and don't
         late: dict[int, set[int]] = defaultdict(set)  # the ranks whose owners did not send a block in time
         left = [*range(len(keys))]

@@ -171,7 +171,7 @@ class Following:
         """Log, once, that there is no such service at an address."""
         if node not in self._unknown:
             self._unknown.add(node)
-            log.warning("%s is no node that knows of clusters. Other nodes are asked for the map.", node)
+            log.warning("%s does not support clusters. The map is requested from other nodes.", node)
 
     def takes(self, asked: _Asked, told: pb.MapResponse) -> bool:
         """Take a node's answer; False if another node is followed, or none any more."""

@@ -92,7 +92,7 @@ class Reader:
         if magic != _MAGIC:
             raise SessionFileError("The file is not an exported session, or one of a newer version.")
         if not blocks <= SESSION_BLOCKS_MAX or not turns <= SESSION_TURNS_MAX:
-            raise SessionFileError(f"No session has {blocks} blocks and {turns} turns.")
+            raise SessionFileError(f"A session can't have {blocks} blocks and {turns} turns.")
         turns_bytes = turns * _TURN.size
         listed = self._read_checked(turns_bytes + blocks * KEY_BYTES, "the list of blocks")
         self.content = Content(

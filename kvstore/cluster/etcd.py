@@ -252,7 +252,7 @@ class Etcd:
                     return
                 told = await self._within(channel, reading)
                 if told is grpc.aio.EOF or told.canceled:
-                    raise self._failed(channel, "it ended what it told of the list")
+                    raise self._failed(channel, "it ended the watch of the list")
                 for revision, events in groupby(told.events, lambda event: event.kv.mod_revision):
                     for event in events:
                         if event.type == _DELETED:

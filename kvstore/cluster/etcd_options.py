@@ -40,11 +40,11 @@ class EtcdReach:
                 f"A cluster's name has letters, digits, - and _, {CLUSTER_NAME_CHARACTERS_MAX} at most."
             )
         if (self.certificate is None) != (self.key is None):
-            raise ConfigError("A certificate for etcd and its key come together.")
+            raise ConfigError("A certificate for etcd needs its key, and the key its certificate.")
         if self.certificate is not None and self.ca is None:
             raise ConfigError("A certificate for etcd is shown over TLS: give --cluster-ca as well.")
         if (self.user is None) != (self.password is None):
-            raise ConfigError("A user of etcd and the file with its password come together.")
+            raise ConfigError("A user of etcd needs the file with its password, and the file needs the user.")
 
     @classmethod
     def of(cls, text: str, **more: Any) -> EtcdReach:
@@ -52,7 +52,7 @@ class EtcdReach:
         endpoints, slash, name = text.removeprefix("etcd://").partition("/")
         if not slash or not name:
             raise ConfigError(
-                f"{text!r} names no cluster; write HOST:PORT[,HOST:PORT]/NAME, etcd's and its own."
+                f"{text!r} names no cluster; write HOST:PORT[,HOST:PORT]/NAME, etcd's endpoints and the cluster's name."
             )
         return cls(tuple(one.strip() for one in endpoints.split(",")), name, **more)
 

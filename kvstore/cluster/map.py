@@ -74,7 +74,7 @@ class Member:
             known: dict[str, Any] = {one.name: _typed(one.type, told[one.name]) for one in fields(cls)}
             return cls(**known)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError("That is no record of a member.") from error
+            raise ConfigError("The member's record is invalid.") from error
 
 
 # Clients of versions with another placement get these members instead of the real ones, so all their calls fail, with
@@ -95,7 +95,7 @@ def lots_in(record: bytes) -> int:
     try:
         return Map(0, lots=int(_typed("int", json.loads(record)["lots"]))).lots
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError("That is no record of a cluster's number of lots.") from error
+        raise ConfigError("The record of the cluster's number of lots is invalid.") from error
 
 
 @lru_cache(MAP_PLACEMENTS_CACHED)  # most maps have the same nodes as the one before

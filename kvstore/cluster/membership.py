@@ -296,7 +296,7 @@ class Membership:
                     self._joined_at = self._joined_at or revision
                     if not revision and (await self._etcd.value(self._gone(member))).value:
                         self.outside = _GONE
-                        log.error("the node is no member of its cluster: %s", _GONE)
+                        log.error("the node is not a member of its cluster: %s", _GONE)
                 else:
                     await self._correct()
                 self._answered()
@@ -355,7 +355,7 @@ class Membership:
                     self._known(member), self._gone(member), found, unless=self._key(member)
                 )
                 self.outside = _GONE
-                log.error("the node is no member of its cluster: %s", _GONE)
+                log.error("the node is not a member of its cluster: %s", _GONE)
                 return True
         return False
 
@@ -445,7 +445,7 @@ class Membership:
                 if (member := Member.decoded(value)).state != DRAINED:
                     kind.append(member)
             except ConfigError:
-                log.warning("%s in etcd is no record of a node", key.decode(errors="replace"))
+                log.warning("%s in etcd is not a node's record", key.decode(errors="replace"))
         for key in early - self._early:
             log.error("%s is a node of a version that is too old for this cluster: upgrade it", key.decode())
         self._early = early
@@ -474,7 +474,7 @@ class Membership:
         self._unnamed_top, self._history, self._last = None, history, listed
         self._has_list.set()
         if self.memory.losses > losses:
-            log.error("etcd has lost data; the node goes on with what its cluster had")
+            log.error("etcd has lost data; the node continues with its cluster's last map")
             self._joined_at = 0
             self._known_at = 0
             self._continued.clear()
@@ -520,7 +520,7 @@ class Membership:
             self._joined_at = self._joined_at or listed.revision  # the answer to the put may have been lost
         elif lease and 0 < self._joined_at <= listed.revision:
             if self.outside != _REPLACED:
-                log.error("the node is no member of its cluster any more: %s", _REPLACED)
+                log.error("the node is not a member of its cluster any more: %s", _REPLACED)
             self.outside = _REPLACED
         elif self.outside not in {_REPLACED, _GONE}:
             self.outside = "its record is not in etcd"

@@ -172,7 +172,9 @@ class Primacy:
     def _check_home(self, tenant: str, user: str) -> None:
         now_ns = self._clock.monotonic_ns()
         if now_ns >= self._known_ns or not self._views:
-            raise WrongEpoch("The node has not heard from etcd lately, and orders no sessions until it has.")
+            raise WrongEpoch(
+                "The node has had no recent answer from etcd, and orders no sessions until it has one."
+            )
         home = self._views[-1][1].home(tenant, user)
         if not self._lease or home is None or home.name != self._name:
             there = "no node" if home is None else home.node
@@ -214,7 +216,9 @@ class Primacy:
             else:
                 epoch = was.epoch
         except EtcdAway as error:
-            raise WrongEpoch(f"The node can't find out who orders this user's sessions: {error}") from error
+            raise WrongEpoch(
+                f"The node can't find out which node orders this user's sessions: {error}"
+            ) from error
         if list_now != (self._history, self._top, self._count) or lease != self._lease:
             raise WrongEpoch("The members of the cluster have changed.")
         self._check_home(tenant, user)
@@ -230,4 +234,4 @@ def _record(value: bytes) -> _Record | None:
         node, lease, epoch = json.loads(value)
         return _Record(str(node), int(lease), int(epoch))
     except (ValueError, TypeError) as error:
-        raise WrongEpoch("The record of who orders this user's sessions can't be read.") from error
+        raise WrongEpoch("The record of the node that orders this user's sessions can't be read.") from error

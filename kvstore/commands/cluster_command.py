@@ -142,7 +142,7 @@ def _zone_line(reach: Reach, now: Map) -> str:
     """What this client's `zone` does."""
     if nodes := _read_first(reach, now):
         return f"zone {reach.zone}, set for this client: copies on {', '.join(nodes)} are read first"
-    return f"zone {reach.zone}, set for this client, has no node to read from: reads ask the first owners"
+    return f"zone {reach.zone}, set for this client, has no node to read from: reads use the first owners"
 
 
 def _text(reach: Reach, now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | None]) -> str:
@@ -272,7 +272,7 @@ def plan(reach: Reach, node: str, zone: str, *, as_json: bool) -> int:
     change = "is drained" if node in each else "joins with a typical member's weight"
     print(f"If {node} {change}:\n{_table(table)}")  # noqa: T201
     if silent := [one for one, some in each.items() if some is None]:
-        print(f"Not answering, and counted with what the others have on average: {', '.join(silent)}.")  # noqa: T201
+        print(f"Not answering, and counted as average nodes: {', '.join(silent)}.")  # noqa: T201
     if told.HasField("upkeep"):
         print(f"The copies take {planned.seconds} s or more, at {UPKEEP_BYTES_PER_S >> 20} MiB/s a node.")  # noqa: T201
     else:

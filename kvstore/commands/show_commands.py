@@ -170,7 +170,7 @@ def _drives_page(told: StatusResponse) -> str:
     ]
     lines = table(rows)
     how = "encrypted" if told.encrypted else "not encrypted (kvstore serve --master-key)"
-    node = f"node {printable(told.node)}, version {printable(told.version)}, what is stored is {how}"
+    node = f"node {printable(told.node)}, version {printable(told.version)}, stored data is {how}"
     return "\n".join([node, *lines])
 
 

@@ -46,7 +46,7 @@ def or_stop(handle: Callable[..., object]) -> Callable[..., None]:
             if not _armed:
                 raise
             log.critical(
-                "A bug: the node stops, and finds what it acknowledged when it is started again.",
+                "A bug: the node stops. After a restart it has all acknowledged blocks.",
                 exc_info=True,
             )
             logging.shutdown()

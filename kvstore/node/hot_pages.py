@@ -84,7 +84,7 @@ class HotPages:
         self._idle_owners: list[int] = []  # numbers that nobody has
         hot = lib.keep_hot_new(pages, ffi.cast("char *", address), secrets.token_bytes(16))
         if not hot:
-            raise MemoryError("There is no memory to note what the hot memory holds.")
+            raise MemoryError("There is no memory for the table of the hot memory.")
         self._hot = ffi.gc(hot, lib.keep_hot_free)
 
     # Pieces.

@@ -48,7 +48,7 @@ async def deadline(what: str) -> AsyncIterator[None]:
         async with asyncio.timeout(INLINE_TIMEOUT_MS / 1000):
             yield
     except TimeoutError:
-        raise DeadlineExceeded(f"{what} did not move within {INLINE_TIMEOUT_MS} ms.") from None
+        raise DeadlineExceeded(f"{what} made no progress within {INLINE_TIMEOUT_MS} ms.") from None
 
 
 def check_chunk(length: int) -> None:

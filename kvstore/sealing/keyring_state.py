@@ -170,8 +170,8 @@ def why_not_the_drives(keyring: KeyringMark | None, drives: Iterable[KeyringMark
         else:
             continue
         return (
-            f"The keyring {how}: restore the newest copy, or go on with this one and give up what it has no keys for"
-            " (`kvstore keys accept-keyring`)."
+            f"The keyring {how}: restore the newest copy, or continue with this one and give up the blocks that it"
+            " has no keys for (`kvstore keys accept-keyring`)."
         )
     return None
 

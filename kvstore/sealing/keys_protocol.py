@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["SOCKET_NAME", "Control", "address_in", "find_control", "line_of", "proof"]
 
 SOCKET_NAME: Final = "control"
-_GONE: Final = "The node ended before it had answered; `kvstore keys status` says what is so."
+_GONE: Final = "The node ended before it had answered; `kvstore keys status` shows the result."
 
 
 def proof(root_key: Buffer, challenge: bytes) -> bytes:

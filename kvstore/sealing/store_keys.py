@@ -77,8 +77,8 @@ class StoreKeys:
             )
         if damaged := keyring.status().damaged:
             log.warning(
-                "%d slots of the keyring are damaged: what they encrypted is a miss until the keyring is restored from"
-                " a copy, or they are given up (`kvstore keys accept-keyring` on the stopped node).",
+                "%d slots of the keyring are damaged: the blocks that they encrypted miss until the keyring is restored"
+                " from a copy, or they are given up (`kvstore keys accept-keyring` on the stopped node).",
                 damaged,
             )
         self._names: OrderedDict[tuple[bytes, bytes], KeyName] = OrderedDict()  # the last used
@@ -160,8 +160,8 @@ class StoreKeys:
         unread = sum(one.is_unread for one in gone)
         if unread:
             log.warning(
-                "An erasure has overwritten %d damaged slots of the keyring, since they might have had its keys: what"
-                " they encrypted counts as erased.",
+                "An erasure has overwritten %d damaged slots of the keyring, since these may have had its keys: the"
+                " blocks that they encrypted count as erased.",
                 unread,
             )
         return gone
@@ -204,7 +204,7 @@ class StoreKeys:
         if number not in self._warned and len(self._warned) < KEYRING_DAMAGED_TOLD_MAX:
             self._warned.add(number)
             log.warning(
-                "Key %d of the keyring can't be used, and what it encrypts is a miss until the keyring is restored: %s",
+                "Key %d of the keyring can't be used, and its blocks miss until the keyring is restored: %s",
                 number,
                 error,
             )

@@ -22,6 +22,7 @@ import lmdb
 
 from kvstore.errors import StorageError
 from kvstore.limits import (
+    INDEX_COPY_SPARE_BYTES,
     INDEX_LABELS_AT_ONCE,
     INDEX_LABELS_KEYS_S,
     INDEX_ROWS_COPIED_AT_ONCE,
@@ -44,7 +45,6 @@ __all__ = ["without_clear_labels"]
 log = logging.getLogger(__name__)
 
 _COPY = "copied"
-_SMALL_BYTES = 1 << 20  # a file of this size is smaller than the new one's first pages
 
 
 def without_clear_labels(index: Index, folder: Path, volume: Volume, undo: ExitStack) -> Index:
@@ -104,7 +104,7 @@ def _copy(folder: Path) -> None:
                 str(folder), map_size=size, max_dbs=INDEX_TABLES_MAX, readonly=True, create=False, lock=False
             ) as env,
             lmdb.open(
-                str(copy), map_size=2 * size + _SMALL_BYTES, max_dbs=INDEX_TABLES_MAX, lock=False
+                str(copy), map_size=2 * size + INDEX_COPY_SPARE_BYTES, max_dbs=INDEX_TABLES_MAX, lock=False
             ) as new,
         ):
             _copy_rows(env, new)

@@ -532,7 +532,7 @@ class Index:
     def _refuse_if_cut(self) -> None:
         # Touching a page after the end of a mapped file kills the process, so this comes before any lookup.
         if self._file_bytes() < self._used_bytes():
-            raise lmdb.CorruptedError("the file is shorter than what it says it holds")
+            raise lmdb.CorruptedError("the file is shorter than its header says")
 
     def _cover(self) -> None:
         """Extend the file to its stated length: LMDB doesn't write pages at its end that a transaction has freed."""
@@ -573,7 +573,7 @@ class Index:
             note.commit, commits
         ):
             return "it lacks a commit"
-        return "" if boot == boot_id.encode() else "the power may have gone since it was written"
+        return "" if boot == boot_id.encode() else "there may have been a power failure since it was written"
 
     def _has_all_until(self, noted: int, commits: int) -> bool:
         # A process may die between a commit and its note, so the index may be ahead by one.

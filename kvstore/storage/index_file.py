@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from kvstore.errors import Corrupt
-from kvstore.limits import INDEX_PAGES_CHECKED_AT_ONCE, LMDB_KEY_BYTES_MAX
+from kvstore.limits import INDEX_PAGES_CHECKED_AT_ONCE, INDEX_READ_BYTES, LMDB_KEY_BYTES_MAX
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ _SEAL_NAME: Final = "seal"
 _SEAL: Final = struct.Struct("<8sQI")  # magic, bytes of the file, their CRC32C; then the CRC32C of these
 _SEAL_MAGIC: Final = b"TKVSEAL1"
 _CRC: Final = struct.Struct("<I")
-_READ_BYTES: Final = 4 << 20
 
 # LMDB's data version 1 on a little-endian 64-bit machine (mdb.c, "MDB_page", "MDB_node", "MDB_db", "MDB_meta").
 _PAGE_BYTES: Final = 4096
@@ -113,8 +112,8 @@ def overwrite(folder: Path) -> None:
     """Overwrite a file that is about to be discarded with zeros, durably; it may be missing."""
     with suppress(FileNotFoundError), (folder / DATA_NAME).open("r+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        zeros = bytes(_READ_BYTES)
-        for at in range(0, size, _READ_BYTES):
+        zeros = bytes(INDEX_READ_BYTES)
+        for at in range(0, size, INDEX_READ_BYTES):
             file.write(zeros[: size - at])
         os.fsync(file.fileno())
 
@@ -137,7 +136,7 @@ def is_sealed(folder: Path) -> bool:
 def _summed(path: Path) -> tuple[int, int]:
     length = crc = 0
     with path.open("rb") as file:
-        while part := file.read(_READ_BYTES):
+        while part := file.read(INDEX_READ_BYTES):
             crc = crc32c(part, crc)
             length += len(part)
     return length, crc
@@ -172,7 +171,7 @@ class _Walk:
             raise Corrupt("its two heads don't follow each other")
         head = max(heads, key=lambda one: one.transaction)
         if not 1 <= head.last_page < self._pages:
-            raise Corrupt("its file is shorter than it says")
+            raise Corrupt("its file is shorter than its header says")
         self._pages = head.last_page + 1
         self._used[:_METAS] = 1
         return head
@@ -181,7 +180,7 @@ class _Walk:
         head = self.begin()
         for _, (flags, value) in self.rows(head.main):
             if flags != _SUB_DATA or len(value) != _TREE.size:
-                raise Corrupt("one of its tables is none")
+                raise Corrupt("one of its tables is invalid")
             tree = _Tree._make(_TREE.unpack(value))
             if tree.flags:
                 raise Corrupt("one of its tables is of another kind")
@@ -221,7 +220,7 @@ class _Walk:
                 raise Corrupt("a tree without a root has pages")
             return
         if tree.depth < 1:
-            raise Corrupt("a tree is deeper than it says")
+            raise Corrupt("a tree is deeper than its header says")
         counts = [0, 0, 0, 0]  # branch pages, leaf pages, overflow pages, entries
         numbers = np.array([tree.root], np.uint64)
         for _ in range(tree.depth - 1):
@@ -234,7 +233,7 @@ class _Walk:
             counts[3] += len(nodes)
             yield pages, nodes
         if tuple(counts) != tree[3:7]:
-            raise Corrupt("a tree has not as many entries or pages as it says")
+            raise Corrupt("a tree's entries or pages differ from its header's counts")
 
     def _below(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """Return the pages that branch pages lead to."""
@@ -249,7 +248,7 @@ class _Walk:
         data = b"".join([self._read(number, 1) for number in numbers.tolist()])
         pages = np.frombuffer(data, np.uint8).reshape(-1, _PAGE_BYTES)
         said, flags = pages.view("<u8")[:, 0], pages.view("<u2")[:, 5]
-        _refuse(numbers, (said != numbers) | (flags != kind), "is not what leads there says it is")
+        _refuse(numbers, (said != numbers) | (flags != kind), "has another kind or number than in its parent")
         return pages, _nodes(numbers, pages.view("<u2"), is_leaf=kind == _LEAF)
 
     def _overflow(self, pages: NDArray[np.uint8], nodes: NDArray[np.int64]) -> int:
@@ -268,34 +267,34 @@ class _Walk:
     def _freed(self, value: bytes) -> None:
         count = _WORD.unpack_from(value)[0]
         if (count + 1) * _WORD.size > len(value):
-            raise Corrupt("its free list is cut")
+            raise Corrupt("its free list is truncated")
         self._claim(np.frombuffer(value, "<u8", count, _WORD.size))
 
     def _claim(self, numbers: NDArray[np.uint64]) -> None:
         """Note that something leads to these pages."""
         outside = numbers[(numbers < _METAS) | (numbers >= self._pages)]
         if outside.size:
-            raise Corrupt(f"something leads to page {outside[0]}, which it doesn't have")
+            raise Corrupt(f"a page refers to page {outside[0]}, which doesn't exist")
         again = numbers[self._used[numbers] != 0]
         self._used[numbers] = 1
         if not again.size and len(np.unique(numbers)) < len(numbers):
             ordered = np.sort(numbers)
             again = ordered[1:][ordered[1:] == ordered[:-1]]
         if again.size:
-            raise Corrupt(f"two things lead to page {again[0]}")
+            raise Corrupt(f"two pages refer to page {again[0]}")
 
     def _page(self, number: int, kind: int) -> bytes:
         page = self._read(number, 1)
         said, _, flags, _, _ = _PAGE_HEAD.unpack_from(page)
         if said != number or flags != kind:
-            raise Corrupt(f"page {number} is not what leads there says it is")
+            raise Corrupt(f"page {number} has another kind or number than its parent says")
         return page
 
     def _read(self, number: int, count: int) -> bytes:
         wanted = count * _PAGE_BYTES
         data = os.pread(self._fd, wanted, number * _PAGE_BYTES)
         if len(data) != wanted:
-            raise Corrupt("its file is shorter than it says")
+            raise Corrupt("its file is shorter than its header says")
         return data
 
 

@@ -87,7 +87,7 @@ def finish(volume: Volume, index: Index, extents: Extents) -> bool:
             _overwrite(volume, _common(free, start, start + _HEADER_PAGES))
         volume.disk.sync()
     except StorageError as error:
-        log.warning("Some of what was erased could not be overwritten: %s", error)
+        log.warning("Some erased records could not be overwritten: %s", error)
         return False
     index.write(lambda transaction: transaction.drop(index.erased, delete=False))
     return True

@@ -17,7 +17,14 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.errors import Corrupt, StorageError
-from kvstore.limits import HEADER_BYTES, PAGE_BYTES, SCAN_BATCH_RECORDS, SCAN_UNREADABLE_PAGES_MAX
+from kvstore.limits import (
+    HEADER_BYTES,
+    PAGE_BYTES,
+    SCAN_BATCH_RECORDS,
+    SCAN_SKIPPED_BYTES,
+    SCAN_UNREADABLE_PAGES_MAX,
+    SCAN_WINDOW_BYTES,
+)
 from kvstore.storage.extents import Extents
 from kvstore.storage.index import Entry
 from kvstore.storage.live_roll import Roll
@@ -47,11 +54,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Found", "add_lent", "check_manifests", "extents_around", "open_copy", "rebuild", "scan"]
 
-_WINDOW_BYTES: Final = 256 << 10  # one read of this much costs little more than one of a page
-_JUMPED_OVER_BYTES: Final = (
-    64 << 10
-)  # records larger than this are not worth reading for the headers after them
-
 _GENERATION: Final = struct.Struct("<Q")  # in the clear in an encrypted header, whose tag was right
 _GENERATION_AT: Final = 16
 
@@ -73,7 +75,7 @@ def scan(
     damaged, but its offset is added to `unopened`.
     """
     disk, superblock = volume.disk, volume.superblock
-    with Ahead(disk, _WINDOW_BYTES) as ahead:
+    with Ahead(disk, SCAN_WINDOW_BYTES) as ahead:
         walk = _Walk(ahead, volume, Roll(disk, superblock), set() if unopened is None else unopened)
         position = records_begin(superblock.capacity_bytes)
         for begin, end in disk.data_ranges(position):
@@ -265,7 +267,7 @@ def check_manifests(volume: Volume, index: Index, synced_generation: int) -> Non
                 continue  # its user was erased, which the index doesn't know yet; or it is unknown
             is_its = isinstance(header, Header) and header.generation == place.generation
             if not is_its or crc32c(payload) != place.crc32c:
-                raise Corrupt("A session's record is not whole.")
+                raise Corrupt("A session's record is incomplete.")
 
 
 class _Sessions:
@@ -355,7 +357,7 @@ class _Walk:
         self._codec = volume.codec
         self._window = b""
         self._window_at = 0
-        self._window_bytes = _WINDOW_BYTES
+        self._window_bytes = SCAN_WINDOW_BYTES
         self._unreadable_pages = 0
 
     def step(self, position: int, end: int) -> tuple[Found | None, int]:
@@ -370,7 +372,7 @@ class _Walk:
                 (generation,) = _GENERATION.unpack_from(self._window, at + _GENERATION_AT)
                 if self._roll.allows(position, generation):
                     self._unopened.add(position)
-            self._window_bytes = _WINDOW_BYTES
+            self._window_bytes = SCAN_WINDOW_BYTES
             return None, self._next_magic(at)
         size = record_bytes(header.length)
         if position + size > self._capacity_bytes:
@@ -378,9 +380,9 @@ class _Walk:
         if not self._roll.allows(position, header.generation):
             # It may overlap live records: a crash may have brought an older record back, inside which this one began
             # and from which it extends into the next. So it is not jumped over.
-            self._window_bytes = _WINDOW_BYTES
+            self._window_bytes = SCAN_WINDOW_BYTES
             return Found(position, header, is_allowed=False), self._next_magic(at)
-        self._window_bytes = PAGE_BYTES if size > _JUMPED_OVER_BYTES else _WINDOW_BYTES
+        self._window_bytes = PAGE_BYTES if size > SCAN_SKIPPED_BYTES else SCAN_WINDOW_BYTES
         return Found(position, header, is_allowed=True), position + size
 
     def _show(self, position: int, end: int) -> int:

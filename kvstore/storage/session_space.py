@@ -149,7 +149,7 @@ class Claim:
             self._refuse(
                 QuotaExceeded(
                     f"The session needs {show_size(self.size_bytes)}, and of the quota of {show_size(quota.bytes_max)}"
-                    f" {show_size(quota.used_bytes)} are in use by what can't be evicted."
+                    f" {show_size(quota.used_bytes)} are in use by records that can't be evicted."
                 )
             )
 

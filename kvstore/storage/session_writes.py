@@ -222,7 +222,7 @@ class Sessions:
             stored = self._manifests.get(step.item.name)
             epoch = step.item.epoch
             if stored is not None and epoch is not None and epoch < stored.manifest.epoch:
-                raise SessionRefused("The session has gone on in a later epoch of its cluster.")
+                raise SessionRefused("The session has continued in a later epoch of its cluster.")
             over = self._is_over(stored, epoch)
             if step.item.step is SessionStep.REMOVE or (over and step.item.step is SessionStep.EXPIRE):
                 yield from self._remove(step)

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvstore.config import show_size
 from kvstore.errors import Corrupt, StorageError, WrongVersion
 from kvstore.limits import (
+    BLANK_BYTES,
     DRIVE_CAPACITY_BYTES_MAX,
     DRIVE_CAPACITY_BYTES_MIN,
+    FILL_PIECE_BYTES,
     GENERATIONS_PER_DRIVE,
     PAGE_BYTES,
     ZERO_FILL_BYTES_MAX,
@@ -49,8 +51,6 @@ __all__ = [
 ]
 
 EPOCH_FORMATTED: Final = 1  # the first opening makes it 2 before any record is written
-_FILL_BYTES: Final = 1 << 20
-_BLANK_BYTES: Final = 1 << 20
 
 
 class Membership(NamedTuple):
@@ -109,7 +109,7 @@ def _newest(pages: list[bytes]) -> Superblock | None:
 
 def _is_blank(disk: Disk) -> bool:
     """Check more than our own pages: some file systems begin later."""
-    return disk.read_at(0, _BLANK_BYTES).count(0) == _BLANK_BYTES
+    return disk.read_at(0, BLANK_BYTES).count(0) == BLANK_BYTES
 
 
 def _unreadable(pages: list[bytes]) -> StorageError:
@@ -160,8 +160,8 @@ def renewed(superblock: Superblock) -> Superblock:
 def _fill(disk: Disk, progress: Progress | None) -> None:
     if disk.capacity_bytes > ZERO_FILL_BYTES_MAX:
         return
-    zeros = bytes(_FILL_BYTES)
-    for offset in range(SUPERBLOCK_COPIES * PAGE_BYTES, disk.capacity_bytes, _FILL_BYTES):
+    zeros = bytes(FILL_PIECE_BYTES)
+    for offset in range(SUPERBLOCK_COPIES * PAGE_BYTES, disk.capacity_bytes, FILL_PIECE_BYTES):
         disk.write_at(offset, zeros[: disk.capacity_bytes - offset])
         if progress is not None:
             progress("filling the new drive with zeros", offset, disk.capacity_bytes)

@@ -19,7 +19,7 @@ from itertools import chain, starmap
 from typing import TYPE_CHECKING, Final
 
 from kvstore.errors import StorageError
-from kvstore.limits import DRIVE_QUEUE_DEPTH, PAGE_BYTES
+from kvstore.limits import BOUNCE_BYTES, DRIVE_QUEUE_DEPTH, PAGE_BYTES
 from kvstore.storage._uring import ffi, lib
 from kvstore.storage.disk import DiskDone
 from kvstore.storage.folder import OpenFiles
@@ -37,7 +37,6 @@ __all__ = ["UringDisk"]
 
 _OP_WORDS: Final = 5  # struct store_op
 _DONE: Final = struct.Struct("=Qq")  # struct store_done
-_BOUNCE_BYTES: Final = 1 << 20
 
 assert ffi.sizeof("struct store_op") == _OP_WORDS * 8
 assert ffi.sizeof("struct store_done") == _DONE.size
@@ -65,7 +64,7 @@ class UringDisk:
         self._ops_bytes = ffi.buffer(self._ops)
         self._done = ffi.new("struct store_done[]", queue_depth)
         self._done_bytes = memoryview(ffi.buffer(self._done))
-        self._bounce = undumped(_BOUNCE_BYTES)  # page-aligned memory for the blocking helpers
+        self._bounce = undumped(BOUNCE_BYTES)  # page-aligned memory for the blocking helpers
         self._closed = False
 
     @property
@@ -98,16 +97,16 @@ class UringDisk:
     def read_at(self, offset: int, length: int) -> bytes:
         """Read whole pages, waiting for them."""
         parts = []
-        for begin in range(offset, offset + length, _BOUNCE_BYTES):
-            wanted = min(_BOUNCE_BYTES, offset + length - begin)
+        for begin in range(offset, offset + length, BOUNCE_BYTES):
+            wanted = min(BOUNCE_BYTES, offset + length - begin)
             self._whole(os.preadv, begin, wanted, "Reading")
             parts.append(self._bounce[:wanted])
         return b"".join(parts)
 
     def write_at(self, offset: int, data: bytes) -> None:
         """Write whole pages, waiting for it."""
-        for at in range(0, len(data), _BOUNCE_BYTES):
-            part = data[at : at + _BOUNCE_BYTES]
+        for at in range(0, len(data), BOUNCE_BYTES):
+            part = data[at : at + BOUNCE_BYTES]
             self._bounce[: len(part)] = part
             self._whole(os.pwritev, offset + at, len(part), "Writing")
 

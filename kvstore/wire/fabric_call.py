@@ -363,7 +363,7 @@ def leases_of(data: bytes, generation: int) -> list[Leased]:
 def count_of(data: bytes, generation: int) -> tuple[int, Miss | None]:
     """Parse the answer to a prefix: return the number of blocks and the next one's miss, or raise the error."""
     if _kind_of(data, generation) != _COUNTED or len(data) < _ANSWER.size + _COUNT.size:
-        raise ProtocolError("An answer over the fabric does not say how many blocks are stored.")
+        raise ProtocolError("An answer over the fabric lacks the number of stored blocks.")
     blocks, reason = _COUNT.unpack_from(data, _ANSWER.size)
     detail = data[_ANSWER.size + _COUNT.size :].decode("utf-8", "replace")
     return blocks, Miss(MissReason(reason), detail) if reason else None

@@ -106,7 +106,7 @@ class Flaw(enum.Enum):
     VERSION = "another format version"
     CHECK = "the checksum or the tag is wrong"
     RANGE = "a field is out of its range"
-    NO_KEY = "the key of an encrypted record is gone"
+    NO_KEY = "the key of an encrypted record is missing"
     KEY_DAMAGED = "the key of an encrypted record can't be opened, and was not destroyed"
 
 

@@ -205,4 +205,4 @@ def test_an_address_without_the_service_is_logged_once_and_others_are_followed(
         alone = World(stack).follow(WAIT_MS, (proxy,))
         alone._thread.join(WAIT_S)
         assert not alone._thread.is_alive(), "it is a node of an earlier version"
-    assert caplog.text.count(f"{proxy} is no node that knows of clusters") == 2, "once for each client"
+    assert caplog.text.count(f"{proxy} does not support clusters") == 2, "once for each client"

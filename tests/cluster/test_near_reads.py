@@ -211,7 +211,7 @@ def test_the_status_lists_the_nodes_that_are_read_first(racks: World) -> None:
     lines = command("rack-2", "cluster", "status")
     assert lines[-1] == f"zone rack-2, set for this client: copies on {racks.near.target} are read first"
     assert command("rack-9", "cluster", "status")[-1] == (
-        "zone rack-9, set for this client, has no node to read from: reads ask the first owners"
+        "zone rack-9, set for this client, has no node to read from: reads use the first owners"
     )
     assert not any("set for this client" in line for line in command("", "cluster", "status"))
     said = json.loads("\n".join(command("rack-2", "cluster", "status", "--json")))

@@ -75,7 +75,7 @@ def test_a_member_that_does_not_answer_is_named_and_the_plan_is_made(cluster: Cl
     finally:
         os.kill(silent.pid, signal.SIGCONT)
     assert shown.returncode == 0
-    assert f"counted with what the others have on average: {silent.target}." in shown.stdout
+    assert f"counted as average nodes: {silent.target}." in shown.stdout
     refused = command(cluster.nodes[0], "plan", cluster.nodes[1].target, "--zone", "rack 2")
     assert refused.returncode == 2
     assert "is a member, with a zone of its own" in refused.stderr

@@ -151,7 +151,7 @@ def test_without_etcd_sessions_wait_and_a_restarted_node_has_them(cluster: Clust
     missed = manifest_of(nodes.of(user).session(user, "chat")).miss
     assert missed is not None
     assert missed.reason is MissReason.NODE_AWAY
-    with pytest.raises(NodeUnavailable, match="has not heard from etcd"):
+    with pytest.raises(NodeUnavailable, match="no recent answer from etcd"):
         nodes.session(user, "chat").remove()
     assert nodes.of(user).get_inline(KEYS[0], len(KEYS[0])) == KEYS[0], "blocks don't wait"
     member.start(cluster.etcd.members)

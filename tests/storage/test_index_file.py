@@ -68,9 +68,9 @@ def test_the_structure_of_an_intact_file_is_sound(tmp_path: Path) -> None:
 def test_a_file_shorter_than_it_says_is_not_mapped(tmp_path: Path) -> None:
     data = structure(tmp_path)
     last = struct.unpack_from("<Q", data, newest_head(data) + 136)[0]
-    refuses(tmp_path, data[: last * PAGE], "shorter than it says")
+    refuses(tmp_path, data[: last * PAGE], "shorter than its header says")
     struct.pack_into("<Q", data, newest_head(data) + 136, last + 5)  # and nothing leads to these
-    refuses(tmp_path, data, "shorter than it says")
+    refuses(tmp_path, data, "shorter than its header says")
 
 
 def test_a_page_with_bounds_or_rows_outside_it_is_not_mapped(tmp_path: Path) -> None:
@@ -80,15 +80,15 @@ def test_a_page_with_bounds_or_rows_outside_it_is_not_mapped(tmp_path: Path) -> 
         (12, 5000, "no bounds"),
         (14, 16, "."),
         (16, 4094, "outside of its bounds"),
-        (10, 1, "not what leads there"),
-        (0, 77, "not what leads there"),
+        (10, 1, "another kind or number"),
+        (0, 77, "another kind or number"),
     ):
         harmed = bytearray(data)
         struct.pack_into("<H", harmed, root + at, value)
         refuses(tmp_path, harmed, why)
     harmed = bytearray(data)
     struct.pack_into("<H", harmed, newest_head(data) + 10, 2)
-    refuses(tmp_path, harmed, "not what leads there")
+    refuses(tmp_path, harmed, "another kind or number")
 
 
 def test_a_row_longer_than_its_page_is_not_mapped(tmp_path: Path) -> None:
@@ -107,20 +107,20 @@ def test_a_free_page_in_use_is_detected(tmp_path: Path) -> None:
     root = struct.unpack_from("<Q", data, newest_head(data) + 40 + 40)[0] * PAGE
     first = struct.unpack_from("<H", data, root + 16)[0]
     struct.pack_into("<Q", data, root + first + 8 + 8 + 8, root_of_main(data))
-    refuses(tmp_path, data, "two things lead to page")
+    refuses(tmp_path, data, "two pages refer to page")
 
 
 def test_a_page_number_beyond_the_file_is_detected(tmp_path: Path) -> None:
     data = structure(tmp_path)
     struct.pack_into("<Q", data, newest_head(data) + 40 + 48 + 40, 1 << 50)
-    refuses(tmp_path, data, "which it doesn't have")
+    refuses(tmp_path, data, "which doesn't exist")
 
 
 def test_a_tree_with_another_number_of_entries_than_it_says_is_detected(tmp_path: Path) -> None:
     data = structure(tmp_path)
     at = newest_head(data) + 40 + 48 + 32
     struct.pack_into("<Q", data, at, struct.unpack_from("<Q", data, at)[0] + 1)
-    refuses(tmp_path, data, "as many entries")
+    refuses(tmp_path, data, "differ from its header")
 
 
 # What stands beside it.

@@ -12,5 +12,7 @@ def check(outcome: int) -> int:
     if outcome >= 0:
         return outcome
     if outcome == -errno.ENOMEM:
-        raise MemoryError("There is no memory to note what is free, or what is stored.")
-    raise AssertionError(f"a call that what is known contradicts ({errno.errorcode.get(-outcome, outcome)})")
+        raise MemoryError("There is no memory for the tables of free and stored blocks.")
+    raise AssertionError(
+        f"a call that contradicts the known state ({errno.errorcode.get(-outcome, outcome)})"
+    )
