@@ -63,12 +63,12 @@ def with_master_key(folder: Path) -> tuple[str, str]:
 
 
 def small_client(target: str, **more: Any) -> Client:
-    """A client that takes 16 MiB of the node. The default would be as much again as the whole node."""
+    """A client with 16 MiB of the node's memory; the default would be as much as a small node has."""
     return Client(target, **({"slots": 16, "block_bytes_max": MIB} | more))
 
 
 def pin_too_much(client: Client) -> None:
-    """Pin one block again and again, until the node refuses it."""
+    """Pin a block repeatedly until the node refuses it."""
     client.put_inline(key := block_key(b"pinned"), bytes(900_000))
     for _ in range(PINS_MAX):
         client.pin([key])
@@ -236,6 +236,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude modules and tests, which stay, from garbage collection: it would take a tenth of a run."""
+    """Exclude modules and tests from garbage collection, which would take a tenth of a run."""
     gc.collect()
     gc.freeze()

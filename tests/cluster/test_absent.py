@@ -13,7 +13,7 @@ import pytest
 from kvstore.client import ClusterClient
 from kvstore.cluster.map import Map, Member
 from kvstore.errors import DeadlineExceeded, NodeUnavailable
-from tests.cluster.test_upkeep import WAIT_S, World, command, data, one_key, told
+from tests.cluster.test_upkeep import WAIT_S, RealCluster, command, data, one_key, told
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def test_a_deletion_waits_for_an_absent_node_until_it_is_back_or_forgotten(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        world = World(tmp_path, stack, 3, call_timeout_ms=1_000)
+        world = RealCluster(tmp_path, stack, 3, call_timeout_ms=1_000)
         keys = world.put()
         absent = world.nodes.pop(1)
         theirs = [key for key, has in zip(keys, world.there(absent, keys), strict=True) if has]
@@ -66,7 +66,7 @@ def test_a_deletion_waits_for_an_absent_node_until_it_is_back_or_forgotten(tmp_p
 def test_a_removal_is_not_complete_if_the_only_node_called_has_no_map_yet(tmp_path: Path) -> None:
     """A node that starts while etcd is away knows no other; the blocks to remove are on the others."""
     with ExitStack() as stack:
-        world = World(tmp_path, stack, 2)
+        world = RealCluster(tmp_path, stack, 2)
         keys, (first, other) = world.put(), world.nodes
         world.etcd.members[0].signal(signal.SIGSTOP)
         first.kill()
@@ -85,7 +85,7 @@ def test_a_removal_is_not_complete_if_the_only_node_called_has_no_map_yet(tmp_pa
 
 def test_a_command_that_names_one_node_deletes_on_all_and_finds_blocks_of_others(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        world = World(tmp_path, stack, 3)
+        world = RealCluster(tmp_path, stack, 3)
         keys = world.put(6)
         for key in keys:
             elsewhere = next(node for node in world.nodes if node.target not in world.client.owners(key))
@@ -109,7 +109,7 @@ def test_a_process_in_the_place_of_an_absent_node_answers_only_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as stack:
-        pair = World(tmp_path, stack, 1)
+        pair = RealCluster(tmp_path, stack, 1)
         now = pair.client.nodes.map
         stranger = Member("of another folder", now.members[0].node)
         with_absent = Map.of(now.revision, now.members, now.digest, now.placed_as, [stranger])

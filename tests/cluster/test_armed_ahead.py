@@ -16,8 +16,7 @@ from kvstore.errors import DeadlineExceeded, FabricError, NotRegistered
 from kvstore.names import block_key
 from nic_offload.flags import FlagWord, FlagWords
 from tests.cluster.test_async_cluster import run
-from tests.cluster.test_upkeep import World as Cluster
-from tests.cluster.test_upkeep import command
+from tests.cluster.test_upkeep import RealCluster, command
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 COUNT, BYTES, WAIT_S = 24, 4096, 20.0
 
 
-class World:
+class ArmedCluster:
     """Three nodes, a client that follows maps set by the test, and blocks behind a flag."""
 
     def __init__(self, nodes: list[NodeProcess], stack: ExitStack, patched: pytest.MonkeyPatch) -> None:
@@ -90,9 +89,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NodeProcess
 
 
 @pytest.fixture
-def world(nodes: list[NodeProcess], monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+def world(nodes: list[NodeProcess], monkeypatch: pytest.MonkeyPatch) -> Iterator[ArmedCluster]:
     with ExitStack() as stack:
-        yield World(nodes, stack, monkeypatch)
+        yield ArmedCluster(nodes, stack, monkeypatch)
 
 
 def armed_at(puts: ClusterPuts) -> dict[str, int]:
@@ -105,7 +104,9 @@ def armed_at(puts: ClusterPuts) -> dict[str, int]:
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_puts_that_wait_for_their_flag_follow_the_map(world: World, replicas: int, transport: str) -> None:
+def test_puts_that_wait_for_their_flag_follow_the_map(
+    world: ArmedCluster, replicas: int, transport: str
+) -> None:
     client = world.client(replicas, transport=transport)
     puts = world.armed(client)
     left, *stay = world.nodes
@@ -126,7 +127,7 @@ def test_puts_that_wait_for_their_flag_follow_the_map(world: World, replicas: in
         assert world.there(client, node) == world.owned(client, node)
 
 
-def test_puts_return_to_a_node_that_comes_back(world: World) -> None:
+def test_puts_return_to_a_node_that_comes_back(world: ArmedCluster) -> None:
     client = world.client(2)
     puts = world.armed(client)
     before = armed_at(puts)
@@ -140,7 +141,7 @@ def test_puts_return_to_a_node_that_comes_back(world: World) -> None:
     assert sum(len(world.there(client, node)) for node in world.nodes) == 2 * COUNT
 
 
-def test_a_put_that_waits_for_an_owner_ends_by_its_deadline(world: World) -> None:
+def test_a_put_that_waits_for_an_owner_ends_by_its_deadline(world: ArmedCluster) -> None:
     client = world.client(2)
     puts = world.armed(client, lease_ms=2_000)
     world.set_map(world.nodes[1], world.nodes[2])
@@ -158,7 +159,7 @@ def test_a_put_that_waits_for_an_owner_ends_by_its_deadline(world: World) -> Non
     assert not any(world.there(client, node) for node in world.nodes), "what was told as failed stays so"
 
 
-def test_cancelled_and_abandoned_puts_do_not_follow_the_map(world: World) -> None:
+def test_cancelled_and_abandoned_puts_do_not_follow_the_map(world: ArmedCluster) -> None:
     client = world.client(2)
     first, second = world.armed(client), world.armed(client)
     world.set_map(world.nodes[1], world.nodes[2])
@@ -176,7 +177,7 @@ def test_cancelled_and_abandoned_puts_do_not_follow_the_map(world: World) -> Non
     assert not any(world.there(client, node) for node in world.nodes)
 
 
-def test_closed_memory_is_not_registered_again(world: World) -> None:
+def test_closed_memory_is_not_registered_again(world: ArmedCluster) -> None:
     client = world.client(1)
     memory = world.memory(client)
     memory.close()
@@ -184,7 +185,7 @@ def test_closed_memory_is_not_registered_again(world: World) -> None:
         client.arm(world.blocks(memory), world.flag)
 
 
-def test_a_put_whose_node_restarts_is_armed_there_again(world: World) -> None:
+def test_a_put_whose_node_restarts_is_armed_there_again(world: ArmedCluster) -> None:
     """Its owner stays the same; the flag is stored while the node is away."""
     client = world.client(1)
     puts = world.armed(client)
@@ -198,7 +199,7 @@ def test_a_put_whose_node_restarts_is_armed_there_again(world: World) -> None:
     assert world.there(client, world.nodes[0]) == owned
 
 
-def test_with_acks_any_no_put_waits_for_the_other_owner(world: World) -> None:
+def test_with_acks_any_no_put_waits_for_the_other_owner(world: ArmedCluster) -> None:
     client = world.client(2, acks="any")
     puts, same = world.armed(client), world.armed(client)
     world.nodes[0].kill()
@@ -226,7 +227,7 @@ def test_an_owner_is_killed_before_its_flag_or_drained(tmp_path: Path, replicas:
     keys = [block_key(b"ahead", number.to_bytes(4)) for number in range(3 * COUNT)]
     parts = [slice(at * COUNT, (at + 1) * COUNT) for at in range(3)]
     with ExitStack() as stack:
-        cluster = Cluster(tmp_path, stack, 3)
+        cluster = RealCluster(tmp_path, stack, 3)
         lost, drained, _ = cluster.nodes
         reach = [node.target for node in cluster.nodes]
         client = stack.enter_context(
@@ -261,7 +262,7 @@ def test_an_owner_is_killed_before_its_flag_or_drained(tmp_path: Path, replicas:
         assert target == source
 
 
-def test_asyncio_behaves_the_same(world: World) -> None:
+def test_asyncio_behaves_the_same(world: ArmedCluster) -> None:
     async def work() -> None:
         targets = [node.target for node in world.nodes]
         async with AsyncClusterClient(targets, replicas=2, slots=16, block_bytes_max=1 << 20) as client:

@@ -54,7 +54,7 @@ class Row:
 class Batch:
     """A stand-in for `ArmedPuts` of one node."""
 
-    world: World
+    world: PutHistory
     node: str
     rows: list[Row]
 
@@ -114,7 +114,7 @@ class Batch:
 
 
 @dataclass
-class World:
+class PutHistory:
     rng: random.Random
     replicas: int
     copies: int
@@ -213,7 +213,7 @@ class World:
 class Caller:
     """Calls the places as `ClusterPuts` does, and collects the results that it may return."""
 
-    def __init__(self, world: World, places: PutPlaces) -> None:
+    def __init__(self, world: PutHistory, places: PutPlaces) -> None:
         self.world, self.places = world, places
         self.is_stopped = False
 
@@ -256,7 +256,7 @@ class Caller:
         assert all(row.over or row.landed for batch in self.world.batches for row in batch.rows)
 
 
-def begun(world: World) -> PutPlaces:
+def begun(world: PutHistory) -> PutPlaces:
     parts: dict[str, list[int]] = defaultdict(list)
     for at in range(len(KEYS)):
         for node in world.owners(world.map, at):
@@ -273,7 +273,7 @@ def begun(world: World) -> PutPlaces:
     return PutPlaces(KEYS, [(node, some, answers[node]) for node, some in parts.items()], world.copies, ahead)
 
 
-def play(world: World, caller: Caller) -> None:
+def play(world: PutHistory, caller: Caller) -> None:
     rng = world.rng
     for _ in range(rng.randrange(20, 200)):
         world.now_ns += SECOND // 5
@@ -294,7 +294,7 @@ def play(world: World, caller: Caller) -> None:
                 world.step(rng.choice(some))
 
 
-def end_well(world: World, caller: Caller) -> bool:
+def end_well(world: PutHistory, caller: Caller) -> bool:
     """Let all puts end without further failures; returns whether they did before the deadline."""
     world.flag, world.up = 1, set(NODES)
     world.set_members(set(NODES))
@@ -315,7 +315,7 @@ def end_well(world: World, caller: Caller) -> bool:
     return is_in_time
 
 
-def stored(world: World, caller: Caller) -> int:
+def stored(world: PutHistory, caller: Caller) -> int:
     """The number of stored blocks; a block that could be stored must not be lost."""
     free, done = set(world.free), 0
     caller.is_told()
@@ -334,7 +334,7 @@ def test_each_put_is_reported_exactly_once_and_correctly_whatever_happens(
 ) -> None:
     done = 0
     for seed in range(SEEDS):
-        world = World(random.Random(seed), replicas, copies)
+        world = PutHistory(random.Random(seed), replicas, copies)
         monkeypatch.setattr(cluster_ahead, "_CLOCK", _clock(world))
         caller = Caller(world, begun(world))
         play(world, caller)
@@ -346,15 +346,15 @@ def test_each_put_is_reported_exactly_once_and_correctly_whatever_happens(
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PutHistory:
     """Nodes that never refuse, and two copies of each block; the parameter is the number of copies wanted."""
-    world = World(random.Random(1), 2, getattr(request, "param", 2))
+    world = PutHistory(random.Random(1), 2, getattr(request, "param", 2))
     monkeypatch.setattr(world.rng, "random", lambda: 0.5)
     monkeypatch.setattr(cluster_ahead, "_CLOCK", _clock(world))
     return world
 
 
-def land(world: World, *nodes: str) -> None:
+def land(world: PutHistory, *nodes: str) -> None:
     world.flag = 1
     for batch in world.live():
         if batch.node in nodes:
@@ -362,7 +362,7 @@ def land(world: World, *nodes: str) -> None:
                 row.fired = row.landed = True
 
 
-def test_a_put_reported_as_landed_is_not_put_again(world: World) -> None:
+def test_a_put_reported_as_landed_is_not_put_again(world: PutHistory) -> None:
     places = begun(world)
     land(world, *NODES)
     assert places.have_landed()
@@ -378,7 +378,7 @@ def test_a_put_reported_as_landed_is_not_put_again(world: World) -> None:
     assert {type(one.error) for one in results} == {NodeUnavailable}
 
 
-def test_a_put_that_landed_unreported_is_put_again(world: World) -> None:
+def test_a_put_that_landed_unreported_is_put_again(world: PutHistory) -> None:
     places = begun(world)
     land(world, *NODES)
     for node in NODES:
@@ -389,7 +389,7 @@ def test_a_put_that_landed_unreported_is_put_again(world: World) -> None:
     assert sum(len(batch.rows) for batch in world.live()) == 2 * len(KEYS)
 
 
-def test_a_put_that_no_node_accepts_ends_by_its_deadline(world: World) -> None:
+def test_a_put_that_no_node_accepts_ends_by_its_deadline(world: PutHistory) -> None:
     places = begun(world)
     for node in NODES:
         world.kill(node)
@@ -404,7 +404,7 @@ def test_a_put_that_no_node_accepts_ends_by_its_deadline(world: World) -> None:
     assert "did not reach" in str(unfired[0].error)
 
 
-def test_a_late_put_says_why_no_node_accepted_it(world: World) -> None:
+def test_a_late_put_says_why_no_node_accepted_it(world: PutHistory) -> None:
     places = begun(world)
     for node in NODES:
         world.kill(node)
@@ -415,7 +415,7 @@ def test_a_late_put_says_why_no_node_accepted_it(world: World) -> None:
 
 
 @pytest.mark.parametrize("world", [1], indirect=True)
-def test_a_put_that_may_still_succeed_is_not_reported_as_failed(world: World) -> None:
+def test_a_put_that_may_still_succeed_is_not_reported_as_failed(world: PutHistory) -> None:
     """One copy is enough: it has landed when the other owner dies."""
     places = begun(world)
     land(world, *NODES[1:])
@@ -427,7 +427,7 @@ def test_a_put_that_may_still_succeed_is_not_reported_as_failed(world: World) ->
     assert {one.landed_ns for one in results} == {0, 1}
 
 
-def is_under_way(world: World, places: PutPlaces) -> bool:
+def is_under_way(world: PutHistory, places: PutPlaces) -> bool:
     """Whether puts are reported as open while one is being armed and all are abandoned."""
     told = threading.Event()
 
@@ -445,7 +445,7 @@ def is_under_way(world: World, places: PutPlaces) -> bool:
 
 
 @pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_no_put_is_reported_as_ended_while_it_is_being_armed(world: World) -> None:
+def test_no_put_is_reported_as_ended_while_it_is_being_armed(world: PutHistory) -> None:
     """Otherwise it could be sent after the caller has overwritten its source."""
     places = begun(world)
     world.set_members(set(NODES[1:]))
@@ -462,7 +462,7 @@ def test_no_put_is_reported_as_ended_while_it_is_being_armed(world: World) -> No
     assert places.has_ended
 
 
-def _clock(world: World) -> object:
+def _clock(world: PutHistory) -> object:
     class Clock:
         @staticmethod
         def monotonic_ns() -> int:

@@ -41,7 +41,7 @@ COUNT, BYTES = 120, 8192
 WAIT_S = 10.0
 
 
-class World:
+class ThreeNodes:
     """Three nodes given by address, and any number of clients."""
 
     def __init__(self, nodes: list[NodeProcess], stack: ExitStack) -> None:
@@ -91,9 +91,9 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NodeProcess
 
 
 @pytest.fixture
-def world(three: list[NodeProcess]) -> Iterator[World]:
+def world(three: list[NodeProcess]) -> Iterator[ThreeNodes]:
     with ExitStack() as stack:
-        world = World(three, stack)
+        world = ThreeNodes(three, stack)
         yield world
         for node in world.killed:
             node.start()
@@ -103,14 +103,14 @@ def hits(outcomes: list[Hit | Miss]) -> int:
     return sum(isinstance(one, Hit) for one in outcomes)
 
 
-def counts(world: World, client: ClusterClient) -> dict[str, int]:
+def counts(world: ThreeNodes, client: ClusterClient) -> dict[str, int]:
     return {
         node.target: sum(not isinstance(one, Miss) for one in client.nodes.at(node.target).exists(world.keys))
         for node in world.nodes
     }
 
 
-def test_blocks_are_spread_and_found_where_they_were_put(world: World) -> None:
+def test_blocks_are_spread_and_found_where_they_were_put(world: ThreeNodes) -> None:
     client = world.client()
     world.put(client)
     assert hits(world.got(client)) == COUNT
@@ -129,7 +129,7 @@ def test_blocks_are_spread_and_found_where_they_were_put(world: World) -> None:
 @pytest.mark.parametrize("transport", ["auto", "grpc"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_nodes_that_need_longer_than_a_first_try_are_waited_for(
-    world: World, replicas: int, transport: str, monkeypatch: pytest.MonkeyPatch
+    world: ThreeNodes, replicas: int, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = world.client(replicas=replicas, transport=transport)
     world.put(client)
@@ -139,7 +139,7 @@ def test_nodes_that_need_longer_than_a_first_try_are_waited_for(
     assert client.prefix(world.keys, timeout_s=WAIT_S).blocks == COUNT
 
 
-def test_grpc_blocks_are_spread_too(world: World) -> None:
+def test_grpc_blocks_are_spread_too(world: ThreeNodes) -> None:
     client = world.client(replicas=2)
     pages = [(key, bytes(world.source[at * 64 : at * 64 + 64])) for at, key in enumerate(world.keys)]
     assert {one.error for one in client.put_many_inline(pages)} == {None}
@@ -153,7 +153,7 @@ def test_grpc_blocks_are_spread_too(world: World) -> None:
     assert missed.reason is MissReason.UNKNOWN
 
 
-def test_one_flag_fires_the_puts_to_both_owners(world: World) -> None:
+def test_one_flag_fires_the_puts_to_both_owners(world: ThreeNodes) -> None:
     client = world.client(replicas=2)
     with client.register(world.source) as memory, FlagWords.create(1) as flags:
         blocks = [
@@ -174,7 +174,7 @@ def test_one_flag_fires_the_puts_to_both_owners(world: World) -> None:
     assert all(0 < one.fired_ns <= one.landed_ns <= one.durable_ns for one in results)
 
 
-def test_if_one_node_refuses_nothing_is_armed_at_the_others(world: World) -> None:
+def test_if_one_node_refuses_nothing_is_armed_at_the_others(world: ThreeNodes) -> None:
     client = world.client(replicas=2)
     with client.register(world.source) as memory, FlagWords.create(1) as flags:
         client.arm(world.blocks(memory, threshold=9), flags[0]).abandon()
@@ -187,7 +187,7 @@ def test_if_one_node_refuses_nothing_is_armed_at_the_others(world: World) -> Non
         assert client.nodes.at(world.nodes[number].target).prefix(world.keys).blocks == 0
 
 
-def test_with_two_replicas_nothing_is_lost_with_a_node(world: World) -> None:
+def test_with_two_replicas_nothing_is_lost_with_a_node(world: ThreeNodes) -> None:
     client = world.client(replicas=2)
     world.put(client)
     world.kill(1)
@@ -198,7 +198,7 @@ def test_with_two_replicas_nothing_is_lost_with_a_node(world: World) -> None:
 
 
 def test_blocks_put_while_an_owner_was_off_the_map_are_found_without_the_other(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: ThreeNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = world.client(replicas=2)
     whole = client.nodes.map
@@ -214,7 +214,7 @@ def test_blocks_put_while_an_owner_was_off_the_map_are_found_without_the_other(
 
 
 def test_a_map_change_during_a_call_does_not_reach_the_caller(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: ThreeNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each call is split by the map with all nodes; one of them is on no later map."""
     client = world.client(replicas=2)
@@ -252,7 +252,7 @@ def test_a_map_change_during_a_call_does_not_reach_the_caller(
 
 
 def test_blocks_that_a_joining_node_takes_over_are_found_at_their_old_owner(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: ThreeNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = world.client()
     whole, joins = client.nodes.map, world.nodes[2].target
@@ -272,7 +272,7 @@ def test_blocks_that_a_joining_node_takes_over_are_found_at_their_old_owner(
 
 @pytest.mark.parametrize("way", ["fabric", "grpc"])
 def test_a_block_fetched_from_the_second_owner_is_put_back_to_the_first(
-    world: World, way: str, monkeypatch: pytest.MonkeyPatch
+    world: ThreeNodes, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = world.client(replicas=2)
     first = world.nodes[1].target
@@ -302,7 +302,7 @@ def test_a_block_fetched_from_the_second_owner_is_put_back_to_the_first(
 
 
 def test_a_block_deleted_after_it_was_read_is_not_put_back(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: ThreeNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = world.client(replicas=2)
     world.put(client)
@@ -332,7 +332,7 @@ def test_a_block_deleted_after_it_was_read_is_not_put_back(
     assert client.nodes.at(first).get_inline(theirs[1], 8) == b"put anew", "which is no copy"
 
 
-def test_repairs_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repairs_are_bounded(world: ThreeNodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstore.client.repairs.REPAIR_BYTES_MAX", 3 * BYTES)
     client = world.client(replicas=2)
     world.put(client)
@@ -348,7 +348,7 @@ def test_repairs_are_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> N
     wait_until(lambda: client._repairs._held_bytes == 0, "they are let go", WAIT_S)
 
 
-def test_with_one_replica_only_the_lost_nodes_blocks_are_missed_with_the_reason(world: World) -> None:
+def test_with_one_replica_only_the_lost_nodes_blocks_are_missed_with_the_reason(world: ThreeNodes) -> None:
     client = world.client()
     world.put(client)
     there = counts(world, client)
@@ -361,7 +361,7 @@ def test_with_one_replica_only_the_lost_nodes_blocks_are_missed_with_the_reason(
     assert len(away) == there[lost.target]
 
 
-def test_a_hanging_node_costs_its_blocks_a_first_try_and_the_others_nothing(world: World) -> None:
+def test_a_hanging_node_costs_its_blocks_a_first_try_and_the_others_nothing(world: ThreeNodes) -> None:
     client = world.client(replicas=2)
     world.put(client)
     hangs = world.nodes[2]
@@ -375,7 +375,7 @@ def test_a_hanging_node_costs_its_blocks_a_first_try_and_the_others_nothing(worl
     wait_until(lambda: hits(world.got(client)) == COUNT, "all is as before")
 
 
-def test_a_put_of_two_replicas_is_acknowledged_only_by_two(world: World) -> None:
+def test_a_put_of_two_replicas_is_acknowledged_only_by_two(world: ThreeNodes) -> None:
     client = world.client(replicas=2, call_timeout_ms=1500)
     theirs = {key for key in world.keys if world.nodes[0].target in client.owners(key)}
     assert 0 < len(theirs) < COUNT
@@ -387,7 +387,7 @@ def test_a_put_of_two_replicas_is_acknowledged_only_by_two(world: World) -> None
     assert hits(world.got(client)) == COUNT, "one copy of each is there all the same"
 
 
-def test_with_acks_any_one_of_two_is_enough(world: World) -> None:
+def test_with_acks_any_one_of_two_is_enough(world: ThreeNodes) -> None:
     client = world.client(replicas=2, acks="any", call_timeout_ms=1500)
     world.put(client)  # with both
     world.client(replicas=2).delete(world.keys)  # `client` may think that a busy node is down
@@ -402,7 +402,7 @@ def test_with_acks_any_one_of_two_is_enough(world: World) -> None:
         os.kill(hangs.pid, signal.SIGCONT)
 
 
-def test_an_absent_owner_and_one_with_another_block_is_key_taken(world: World) -> None:
+def test_an_absent_owner_and_one_with_another_block_is_key_taken(world: ThreeNodes) -> None:
     """Not an absent node: a get of any copy finds one under that key."""
     client = world.client(replicas=2, acks="any", call_timeout_ms=1500)
     key = block_key(secrets.token_bytes(8), b"taken")
@@ -416,7 +416,7 @@ def test_an_absent_owner_and_one_with_another_block_is_key_taken(world: World) -
 
 @pytest.mark.parametrize("acks", ["all", "any"])
 def test_a_put_fails_if_an_owner_has_another_block_even_if_one_copy_is_enough(
-    world: World, acks: str
+    world: ThreeNodes, acks: str
 ) -> None:
     """Otherwise a client that reads from that owner would get older bytes than an acknowledged put."""
     client = world.client(replicas=2, acks=acks)
@@ -446,7 +446,7 @@ def test_with_one_node_left_two_copies_are_not_promised(tmp_path: Path) -> None:
         assert client.get_inline(block_key(b"one"), 9) == b"its bytes"
 
 
-def test_a_deletion_that_a_member_has_not_confirmed_is_not_acknowledged(world: World) -> None:
+def test_a_deletion_that_a_member_has_not_confirmed_is_not_acknowledged(world: ThreeNodes) -> None:
     client = world.client(replicas=2, call_timeout_ms=1500)
     world.put(client)
     world.kill(0)
@@ -459,7 +459,7 @@ def test_a_deletion_that_a_member_has_not_confirmed_is_not_acknowledged(world: W
     assert [type(one) for one in client.exists(world.keys[:5])] == [Miss] * 5
 
 
-def test_a_pin_holds_on_each_owner(world: World) -> None:
+def test_a_pin_holds_on_each_owner(world: ThreeNodes) -> None:
     client = world.client(replicas=2)
     world.put(client)
     with client.pin([*world.keys[:3], block_key(b"none")], time_to_live_ms=10_000) as pin:
@@ -470,7 +470,7 @@ def test_a_pin_holds_on_each_owner(world: World) -> None:
 
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
-def test_an_engines_blocks_survive_the_loss_of_a_node(world: World, transport: str) -> None:
+def test_an_engines_blocks_survive_the_loss_of_a_node(world: ThreeNodes, transport: str) -> None:
     """For the code that the adapters of SGLang, LMCache and vLLM's tier share."""
     reach = Reach(tuple(node.target for node in world.nodes), transport=transport, call_timeout_ms=1500)
     memory = np.frombuffer(world.source, dtype=np.uint8)
@@ -493,7 +493,7 @@ def test_an_engines_blocks_survive_the_loss_of_a_node(world: World, transport: s
         assert all(carrier.put(more)), "on one node at least"
 
 
-def test_blocks_in_pieces_of_two_memories_survive_the_loss_of_a_node(world: World) -> None:
+def test_blocks_in_pieces_of_two_memories_survive_the_loss_of_a_node(world: ThreeNodes) -> None:
     """As an engine has them: a block's bytes are in pages of several layers."""
     half, row = BYTES // 2, struct.Struct("=IIQ")
     source = [bytearray(world.source[at * half : (at + COUNT) * half]) for at in (0, COUNT)]

@@ -27,7 +27,7 @@ BYTES = PAGE * LAYERS
 WAIT_S = 20.0
 
 
-class World:
+class PiecesCluster:
     """Two nodes for each block, and an engine's memory: K and V apart, layer by layer, a page of each for a block."""
 
     def __init__(self, nodes: list[NodeProcess], stack: ExitStack) -> None:
@@ -82,12 +82,14 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NodeProcess
 
 
 @pytest.fixture
-def world(three: list[NodeProcess]) -> Iterator[World]:
+def world(three: list[NodeProcess]) -> Iterator[PiecesCluster]:
     with ExitStack() as stack:
-        yield World(three, stack)
+        yield PiecesCluster(three, stack)
 
 
-def test_a_part_of_a_block_is_scattered_into_pieces_and_not_put_back_as_the_whole(world: World) -> None:
+def test_a_part_of_a_block_is_scattered_into_pieces_and_not_put_back_as_the_whole(
+    world: PiecesCluster,
+) -> None:
     world.put()
     first = world.client.nodes.at(world.client.owners(world.keys[5])[0])
     assert first.delete([world.keys[5]]) == [True]
@@ -105,7 +107,7 @@ def test_a_part_of_a_block_is_scattered_into_pieces_and_not_put_back_as_the_whol
 
 
 def test_a_block_that_an_owner_lacks_is_put_back_from_its_pieces(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: PiecesCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = world.nodes[0].target
     whole = world.client.nodes.map
@@ -126,7 +128,7 @@ def test_a_block_that_an_owner_lacks_is_put_back_from_its_pieces(
         assert there.get_inline(key, BYTES) == world.content(world.sources, world.keys.index(key))
 
 
-def test_each_node_gets_the_callers_request_id(world: World) -> None:
+def test_each_node_gets_the_callers_request_id(world: PiecesCluster) -> None:
     """For `kvstore explain`: a request's look-ups are found by its id on every node called."""
     world.put()
     with as_request("cmpl-of-a-cluster"):

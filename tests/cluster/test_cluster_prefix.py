@@ -15,7 +15,7 @@ from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from kvstore.client import ClusterClient
-    from tests.cluster.test_cluster_client import World
+    from tests.cluster.test_cluster_client import ThreeNodes
 
 
 def by_exists(client: ClusterClient, keys: list[bytes]) -> Prefix:
@@ -27,7 +27,7 @@ def by_exists(client: ClusterClient, keys: list[bytes]) -> Prefix:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_prefix_agrees_with_a_look_up_of_each_block(world: World, replicas: int) -> None:  # noqa: F811
+def test_a_prefix_agrees_with_a_look_up_of_each_block(world: ThreeNodes, replicas: int) -> None:  # noqa: F811
     client = world.client(replicas=replicas)
     client.attach()
     assert all(client.nodes.at(node.target).is_attached for node in world.nodes)
@@ -47,7 +47,7 @@ def test_a_prefix_agrees_with_a_look_up_of_each_block(world: World, replicas: in
     assert client.prefix([]) == Prefix(0, None)
 
 
-def test_a_gap_that_another_node_fills_is_not_a_gap(world: World) -> None:  # noqa: F811
+def test_a_gap_that_another_node_fills_is_not_a_gap(world: ThreeNodes) -> None:  # noqa: F811
     """The first owner's blocks after it count, even though its own look-up ended there."""
     client = world.client()
     world.put(client)
@@ -58,7 +58,7 @@ def test_a_gap_that_another_node_fills_is_not_a_gap(world: World) -> None:  # no
     assert client.prefix(world.keys).blocks == len(world.keys)
 
 
-def test_nodes_that_share_their_memory_are_called_without_grpc(world: World) -> None:  # noqa: F811
+def test_nodes_that_share_their_memory_are_called_without_grpc(world: ThreeNodes) -> None:  # noqa: F811
     client = world.client()
     world.put(client)
     world.got(client)
@@ -70,7 +70,7 @@ def test_nodes_that_share_their_memory_are_called_without_grpc(world: World) -> 
     assert [client.nodes.at(node.target).calls for node in world.nodes] == calls
 
 
-def test_an_absent_node_is_not_an_error(world: World) -> None:  # noqa: F811
+def test_an_absent_node_is_not_an_error(world: ThreeNodes) -> None:  # noqa: F811
     client = world.client()
     world.put(client)
     world.kill(0)

@@ -19,7 +19,7 @@ from kvstore.sealing.masters import new_master_file
 from kvstore.storage.index import Entry
 from kvstore.wire.status import error_from_rpc
 from nic_offload.memory import allocate
-from tests.cluster.test_upkeep import BYTES, WAIT_S, World, data, has_looked, one_key
+from tests.cluster.test_upkeep import BYTES, WAIT_S, RealCluster, data, has_looked, one_key
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ GONE = [{MissReason.ERASED}, {MissReason.ERASED}]
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def world(tmp_path: Path) -> Iterator[RealCluster]:
     master = tmp_path / "master.key"
     new_master_file(master)
     with ExitStack() as stack:
-        yield World(tmp_path, stack, 3, ("--master-key", f"file:{master}"), user="ada")
+        yield RealCluster(tmp_path, stack, 3, ("--master-key", f"file:{master}"), user="ada")
 
 
-def put(world: World) -> list[bytes]:
+def put(world: RealCluster) -> list[bytes]:
     """Put blocks over both paths, without naming a domain."""
     keys = [in_domain(one_key(), ADA) for _ in range(COUNT)]
     some, others = keys[: COUNT // 2], keys[COUNT // 2 :]
@@ -52,7 +52,7 @@ def put(world: World) -> list[bytes]:
     return keys
 
 
-def answers(world: World, keys: list[bytes]) -> list[set[MissReason | str]]:
+def answers(world: RealCluster, keys: list[bytes]) -> list[set[MissReason | str]]:
     """The outcomes of gets from every node: of the deleted blocks, and of the others."""
     found: list[set[MissReason | str]] = []
     for some in (keys[:DELETED], keys[DELETED:]):
@@ -66,13 +66,13 @@ def answers(world: World, keys: list[bytes]) -> list[set[MissReason | str]]:
     return found
 
 
-def all_have_looked(world: World) -> None:
+def all_have_looked(world: RealCluster) -> None:
     for node in world.nodes:
         wait_until(lambda node=node: has_looked(node, 0), "it has looked at all", WAIT_S)  # type: ignore[misc]
 
 
 def test_erased_blocks_are_removed_from_every_node_and_no_returning_drive_restores_them(
-    world: World,
+    world: RealCluster,
 ) -> None:
     keys = put(world)
     shared = one_key()
@@ -112,7 +112,7 @@ def test_erased_blocks_are_removed_from_every_node_and_no_returning_drive_restor
     )
 
 
-def test_a_copy_that_does_not_name_its_owner_is_refused(world: World) -> None:
+def test_a_copy_that_does_not_name_its_owner_is_refused(world: RealCluster) -> None:
     """As from a node that doesn't encrypt: it doesn't know whether `shared` was requested."""
     sender, receiver = world.nodes[:2]
     other = world.stranger(receiver, sender)

@@ -27,8 +27,8 @@ from kvstore.wire.cluster_pb2 import UpkeepState
 from kvstore.wire.upkeep_pb2 import DrainRequest, DrainResponse
 from tests.cluster.simulated import run
 from tests.cluster.simulated_nodes import Context
-from tests.cluster.test_repair_history import World as Simulated
-from tests.cluster.test_upkeep import COUNT, WAIT_S, World, command, data, one_key, told
+from tests.cluster.test_repair_history import RepairHistory
+from tests.cluster.test_upkeep import COUNT, WAIT_S, RealCluster, command, data, one_key, told
 from tests.commands.here import run_here
 from tests.nic_offload.rig import wait_until
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 def test_a_drained_node_can_be_stopped_without_leaving_single_copies(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        world = World(tmp_path, stack, 3)
+        world = RealCluster(tmp_path, stack, 3)
         keys, once = world.put(), world.put_one_copy(COUNT)
         drained = world.nodes[0]
         shown = command("drain", drained.target)
@@ -63,7 +63,7 @@ def test_a_drained_node_can_be_stopped_without_leaving_single_copies(tmp_path: P
 
 def test_a_draining_node_is_read_last_and_can_become_a_member_again(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        world = World(tmp_path, stack, 3)
+        world = RealCluster(tmp_path, stack, 3)
         drains = world.nodes[0]
         keys, once = world.put(), world.put_one_copy(COUNT)
         assert command("drain", drains.target).returncode == 0
@@ -87,7 +87,7 @@ def has_session(nodes: Nodes, user: str, key: bytes) -> bool:
 
 def test_sessions_of_a_drained_node_are_copied_before_it_stops(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        world = World(tmp_path, stack, 3)
+        world = RealCluster(tmp_path, stack, 3)
         drained, nodes, key = world.nodes[0], world.client.nodes, one_key()
         user = next(one for one in map(str, range(100)) if nodes.home(one) == drained.target)
         nodes.of(user).put_inline(key, data(key))
@@ -103,7 +103,7 @@ def test_sessions_of_a_drained_node_are_copied_before_it_stops(tmp_path: Path) -
 
 def test_a_drain_that_would_leave_too_few_members_is_refused_at_once(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        world = World(tmp_path, stack, 3)
+        world = RealCluster(tmp_path, stack, 3)
         first, second, third = world.nodes
         assert command("drain", first.target).returncode == 0
         began_s = time.monotonic()
@@ -125,7 +125,7 @@ def test_a_drain_that_would_leave_too_few_members_is_refused_at_once(tmp_path: P
 
 def test_blocks_that_may_have_been_deleted_do_not_block_a_drain(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        world = World(tmp_path, stack, 3)
+        world = RealCluster(tmp_path, stack, 3)
         keys = world.put()
         away, *stay = world.nodes
         theirs = [key for key in keys if away.target in world.client.owners(key)]
@@ -221,7 +221,7 @@ def test_a_node_has_drained_according_to_a_full_scan() -> None:
 
 def test_a_node_whose_drain_was_cancelled_is_a_member_again_also_after_a_restart() -> None:
     async def one(seed: int) -> None:
-        cluster = Simulated(seed)
+        cluster = RepairHistory(seed)
         leases = asyncio.create_task(cluster.etcd.run())
         for _ in range(3):
             cluster.begin()
@@ -252,7 +252,7 @@ def test_a_node_whose_drain_was_cancelled_is_a_member_again_also_after_a_restart
 
 def test_a_drain_that_etcd_did_not_confirm_is_written_when_retried() -> None:
     async def one() -> None:
-        cluster = Simulated(1)
+        cluster = RepairHistory(1)
         leases = asyncio.create_task(cluster.etcd.run())
         for _ in range(3):
             cluster.begin()

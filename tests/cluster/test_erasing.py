@@ -19,7 +19,7 @@ from kvstore.limits import ERASED_COPIES_REFUSED_MS
 from kvstore.names import SHARED, domain_of, in_domain
 from kvstore.node.deletions import Erasures
 from kvstore.sealing.masters import new_master_file
-from tests.cluster.test_upkeep import COUNT, WAIT_S, World, data, has_looked, one_key
+from tests.cluster.test_upkeep import COUNT, WAIT_S, RealCluster, data, has_looked, one_key
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ ADA, GRACE = domain_of("ada"), domain_of("grace")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
     folder = tmp_path_factory.mktemp("encrypted")
     master = folder / "master.key"
     new_master_file(master)
     with ExitStack() as stack:
-        yield World(folder, stack, 3, ("--master-key", f"file:{master}"))
+        yield RealCluster(folder, stack, 3, ("--master-key", f"file:{master}"))
 
 
-def put(world: World, domain: bytes, count: int = COUNT, *, node: str = "") -> list[bytes]:
+def put(world: RealCluster, domain: bytes, count: int = COUNT, *, node: str = "") -> list[bytes]:
     """Put blocks on their owners, or on one node."""
     client = world.client.nodes.at(node) if node else world.client
     keys = [in_domain(one_key(), domain) for _ in range(count)]
@@ -48,7 +48,7 @@ def put(world: World, domain: bytes, count: int = COUNT, *, node: str = "") -> l
     return keys
 
 
-def anywhere(world: World, keys: Sequence[bytes]) -> int:
+def anywhere(world: RealCluster, keys: Sequence[bytes]) -> int:
     """The number of copies of these blocks on all nodes."""
     return sum(sum(world.there(node, list(keys))) for node in world.nodes)
 
@@ -57,7 +57,7 @@ def test_copies_are_in_the_erase_domain_of_their_block(tmp_path: Path) -> None:
     master = tmp_path / "master.key"
     new_master_file(master)
     with ExitStack() as stack:
-        world = World(tmp_path, stack, 1, ("--master-key", f"file:{master}"))
+        world = RealCluster(tmp_path, stack, 1, ("--master-key", f"file:{master}"))
         adas, plain = (put(world, domain, 4, node=world.nodes[0].target) for domain in (ADA, SHARED))
         second = world.add(tmp_path / "second")
         world.settled()
@@ -67,7 +67,7 @@ def test_copies_are_in_the_erase_domain_of_their_block(tmp_path: Path) -> None:
         assert world.there(second, plain) == [True] * 4
 
 
-def test_an_erased_user_is_removed_from_all_nodes_and_no_copy_restores_them(world: World) -> None:
+def test_an_erased_user_is_removed_from_all_nodes_and_no_copy_restores_them(world: RealCluster) -> None:
     adas, graces = put(world, ADA), put(world, GRACE)
     home = world.client.nodes.of("ada")
     (mine, *_) = [
@@ -101,7 +101,7 @@ def test_an_erased_user_is_removed_from_all_nodes_and_no_copy_restores_them(worl
     assert anywhere(world, again) == 8
 
 
-def test_a_copy_that_arrives_after_an_erasure_is_refused(world: World) -> None:
+def test_a_copy_that_arrives_after_an_erasure_is_refused(world: RealCluster) -> None:
     sender, receiver = world.nodes[:2]
     other = world.stranger(receiver, sender)
     plain = [one_key() for _ in range(2)]
@@ -139,7 +139,7 @@ class Clock(SystemClock):
 
 
 def test_an_erasure_is_not_acknowledged_while_a_node_is_absent_or_has_another_map(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: RealCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = world.client.nodes.map
     gone = Member("of another folder", "127.0.0.1:1")
@@ -161,7 +161,7 @@ def test_an_erasure_is_not_acknowledged_while_a_node_is_absent_or_has_another_ma
     assert len(rounds) > 1, "whoever was asked first may have taken copies again"
 
 
-def test_the_command_erases_on_every_node_and_prints_each_receipt(world: World) -> None:
+def test_the_command_erases_on_every_node_and_prints_each_receipt(world: RealCluster) -> None:
     keys = put(world, ADA, 4)
     asked = [
         sys.executable,
@@ -184,7 +184,7 @@ def test_the_command_erases_on_every_node_and_prints_each_receipt(world: World) 
     assert anywhere(world, keys) == 0
 
 
-def test_a_tenant_is_erased_on_every_node(world: World) -> None:
+def test_a_tenant_is_erased_on_every_node(world: RealCluster) -> None:
     keys = [*put(world, ADA, 8), *put(world, SHARED, 8)]
     with ClusterClient([world.nodes[0].target]) as client:
         assert sum(one.blocks for one in client.erase_tenant()) >= 2 * len(keys)

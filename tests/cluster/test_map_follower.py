@@ -75,7 +75,7 @@ class Recorded(Following):
         super().__setattr__(name, value)
 
 
-class World:
+class MapNodes:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         # In the order in which they are asked.
@@ -90,9 +90,9 @@ class World:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
+def world() -> Iterator[MapNodes]:
     with ExitStack() as stack:
-        yield World(stack)
+        yield MapNodes(stack)
 
 
 def told(revision: int, *nodes: str) -> pb.MapResponse:
@@ -104,7 +104,7 @@ def homes(following: Following) -> list[str]:
     return [one.node for one in following.map.members]
 
 
-def test_the_map_is_that_of_the_node_that_reports_it(world: World) -> None:
+def test_the_map_is_that_of_the_node_that_reports_it(world: MapNodes) -> None:
     world.one.tell(told(7, "a:1", "b:1"))
     found = world.follow()
     assert homes(found) == ["a:1", "b:1"]
@@ -112,7 +112,7 @@ def test_the_map_is_that_of_the_node_that_reports_it(world: World) -> None:
     wait_until(lambda: homes(found) == ["b:1", "c:1"], "it follows", WAIT_S)
 
 
-def test_an_older_empty_or_invalid_map_is_ignored(world: World) -> None:
+def test_an_older_empty_or_invalid_map_is_ignored(world: MapNodes) -> None:
     world.one.tell(told(7, "a:1", "b:1"))
     found = world.follow()
     assert found.map.revision == 7
@@ -126,7 +126,7 @@ def test_an_older_empty_or_invalid_map_is_ignored(world: World) -> None:
     assert found.revisions == [0, 7, 11, 12]
 
 
-def test_nodes_in_no_cluster_are_the_configured_ones(world: World) -> None:
+def test_nodes_in_no_cluster_are_the_configured_ones(world: MapNodes) -> None:
     world.one.tell(pb.MapResponse())
     found = world.follow()
     assert homes(found) == sorted((world.one.node, world.other.node))
@@ -135,7 +135,7 @@ def test_nodes_in_no_cluster_are_the_configured_ones(world: World) -> None:
     assert not found._thread.is_alive(), "there is nothing to follow"
 
 
-def test_without_an_answer_the_configured_nodes_count_after_a_calls_timeout(world: World) -> None:
+def test_without_an_answer_the_configured_nodes_count_after_a_calls_timeout(world: MapNodes) -> None:
     found = world.follow(500)  # neither says anything
     assert homes(found) == sorted((world.one.node, world.other.node))
     world.other.tell(told(7, "a:1"))
@@ -143,7 +143,7 @@ def test_without_an_answer_the_configured_nodes_count_after_a_calls_timeout(worl
 
 
 def test_a_node_that_falls_silent_is_replaced_by_the_next(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: MapNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(map_follower, "WATCH_HEARTBEAT_MS", 200)
     world.one.tell(told(7, "a:1"))
@@ -155,7 +155,7 @@ def test_a_node_that_falls_silent_is_replaced_by_the_next(
     wait_until(lambda: homes(found) == ["c:1"], "and the first again", WAIT_S)
 
 
-def test_the_number_of_lots_is_the_maps_and_8192_for_maps_of_earlier_nodes(world: World) -> None:
+def test_the_number_of_lots_is_the_maps_and_8192_for_maps_of_earlier_nodes(world: MapNodes) -> None:
     world.one.tell(told(7, "a:1"))
     found = world.follow()
     assert found.map.lots == LOTS
@@ -177,7 +177,7 @@ def test_hanging_addresses_do_not_turn_the_list_of_nodes_into_the_map() -> None:
         last = Teller(stack, "127.0.0.9")  # asked last
         last.tell(told(7, "a:1", "b:1"))
         nodes = (*(hanging(stack) for _ in range(3)), last.node)
-        found = World(stack).follow(WAIT_MS, nodes)
+        found = MapNodes(stack).follow(WAIT_MS, nodes)
         assert homes(found) == ["a:1", "b:1"]
         began_s = time.monotonic()
         assert is_in_cluster(Reach(nodes, call_timeout_ms=WAIT_MS))
@@ -193,7 +193,7 @@ def test_an_address_without_the_service_is_logged_once_and_others_are_followed(
         server.start()
         stack.callback(lambda: server.stop(None).wait())
         last, later = Teller(stack, "127.0.0.8"), Teller(stack, "127.0.0.9")
-        found = World(stack).follow(WAIT_MS, (proxy, last.node, later.node))
+        found = MapNodes(stack).follow(WAIT_MS, (proxy, last.node, later.node))
         wait_until(lambda: proxy in caplog.text, "asked", WAIT_S)
         last.tell(told(7, last.node, proxy))
         wait_until(lambda: found.map.revision == 7, "the other is followed", WAIT_S)
@@ -202,7 +202,7 @@ def test_an_address_without_the_service_is_logged_once_and_others_are_followed(
         later.tell(told(9, "b:1"))
         last.end()
         wait_until(lambda: homes(found) == ["b:1"], "and another after it", WAIT_S)
-        alone = World(stack).follow(WAIT_MS, (proxy,))
+        alone = MapNodes(stack).follow(WAIT_MS, (proxy,))
         alone._thread.join(WAIT_S)
         assert not alone._thread.is_alive(), "it is a node of an earlier version"
     assert caplog.text.count(f"{proxy} does not support clusters") == 2, "once for each client"

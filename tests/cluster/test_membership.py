@@ -60,7 +60,7 @@ class Process:
         return self.membership.map
 
 
-class World:
+class SimulatedMembers:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.etcd = FakeEtcd()
@@ -178,7 +178,7 @@ class World:
 @pytest.mark.parametrize("tenth", range(10))
 def test_all_nodes_agree_on_the_map_soon_after_failures(tenth: int) -> None:
     async def history(seed: int) -> None:
-        world = World(seed)
+        world = SimulatedMembers(seed)
         leases = asyncio.create_task(world.etcd.run())
         for _ in range(STEPS):
             await world.step()

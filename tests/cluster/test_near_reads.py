@@ -38,7 +38,7 @@ ZONES = ("rack-1", "rack-2", "rack-1")
 NEAR = 1  # the only node in its zone, so it has a copy of each block
 
 
-class World:
+class ZonedCluster:
     """A cluster of three nodes in two zones, and blocks that are on two nodes each."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
@@ -102,12 +102,12 @@ def got(client: ClusterClient, keys: list[bytes]) -> int:
 
 
 @pytest.fixture(scope="module")
-def racks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def racks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZonedCluster]:
     with ExitStack() as stack:
-        yield World(tmp_path_factory.mktemp("racks"), stack)
+        yield ZonedCluster(tmp_path_factory.mktemp("racks"), stack)
 
 
-def test_all_blocks_are_read_from_the_node_in_the_clients_zone(racks: World) -> None:
+def test_all_blocks_are_read_from_the_node_in_the_clients_zone(racks: ZonedCluster) -> None:
     keys = racks.put()
     client = racks.of_zone("rack-2")
     before = racks.sent()
@@ -125,7 +125,7 @@ def test_all_blocks_are_read_from_the_node_in_the_clients_zone(racks: World) -> 
     assert racks.sent()[NEAR] - after[NEAR] == first < COUNT, "without a zone the first owner is asked"
 
 
-def test_an_engine_sets_its_zone_like_any_client(racks: World) -> None:
+def test_an_engine_sets_its_zone_like_any_client(racks: ZonedCluster) -> None:
     keys = racks.put()
     extra = {"node": racks.nodes[0].target, "replicas": 2, "zone": "rack-2"}
     before = racks.sent()
@@ -135,7 +135,9 @@ def test_an_engine_sets_its_zone_like_any_client(racks: World) -> None:
     assert [now - then for then, now in zip(before, racks.sent(), strict=True)] == [0, COUNT, 0]
 
 
-def test_blocks_that_the_nearest_node_lacks_are_read_elsewhere_and_put_back_to_it(racks: World) -> None:
+def test_blocks_that_the_nearest_node_lacks_are_read_elsewhere_and_put_back_to_it(
+    racks: ZonedCluster,
+) -> None:
     keys = racks.put_far()
     client = racks.of_zone("rack-2")
     near = racks.client.nodes.at(racks.near.target)
@@ -148,7 +150,9 @@ def test_blocks_that_the_nearest_node_lacks_are_read_elsewhere_and_put_back_to_i
     wait_until(are_back, "it has its copies again", WAIT_S)
 
 
-def test_a_deletion_ends_reads_of_the_nearest_copy_too(racks: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_ends_reads_of_the_nearest_copy_too(
+    racks: ZonedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A block read before it was deleted everywhere is not put back to the nearest node either."""
     keys = racks.put()
     client = racks.of_zone("rack-2")
@@ -177,7 +181,7 @@ def test_a_deletion_ends_reads_of_the_nearest_copy_too(racks: World, monkeypatch
     assert got(racks.client, [late, *keys]) == 0
 
 
-def test_a_nearest_node_that_hangs_or_dies_costs_a_first_try_and_no_block(racks: World) -> None:
+def test_a_nearest_node_that_hangs_or_dies_costs_a_first_try_and_no_block(racks: ZonedCluster) -> None:
     keys = racks.put()
     client = racks.of_zone("rack-2")
     assert got(client, keys[:1]) == 1
@@ -207,7 +211,7 @@ def test_a_nearest_node_that_hangs_or_dies_costs_a_first_try_and_no_block(racks:
         racks.settled(racks.client)
 
 
-def test_the_status_lists_the_nodes_that_are_read_first(racks: World) -> None:
+def test_the_status_lists_the_nodes_that_are_read_first(racks: ZonedCluster) -> None:
     lines = command("rack-2", "cluster", "status")
     assert lines[-1] == f"zone rack-2, set for this client: copies on {racks.near.target} are read first"
     assert command("rack-9", "cluster", "status")[-1] == (
@@ -220,7 +224,7 @@ def test_the_status_lists_the_nodes_that_are_read_first(racks: World) -> None:
     assert json.loads("\n".join(planned))["joins"]
 
 
-def test_look_ups_are_explained_with_the_zone_of_each_node(racks: World) -> None:
+def test_look_ups_are_explained_with_the_zone_of_each_node(racks: ZonedCluster) -> None:
     keys = racks.put()
     with as_request("near-7"):
         assert got(racks.of_zone("rack-2"), keys) == COUNT
@@ -229,7 +233,7 @@ def test_look_ups_are_explained_with_the_zone_of_each_node(racks: World) -> None
 
 
 @pytest.fixture(autouse=True)
-def command_node(racks: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def command_node(racks: ZonedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIGGERKV_NODE", racks.nodes[0].target)
 
 

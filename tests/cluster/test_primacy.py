@@ -60,7 +60,7 @@ class Node:
             await self.membership.close()
 
 
-class World:
+class SimulatedHomes:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.etcd = FakeEtcd()
@@ -164,7 +164,7 @@ class World:
 @pytest.mark.parametrize("tenth", range(10))
 def test_one_node_orders_each_session_soon_after_failures(tenth: int) -> None:
     async def history(seed: int) -> int:
-        world = World(seed)
+        world = SimulatedHomes(seed)
         leases = asyncio.create_task(world.etcd.run())
         for name in sorted(world.drives)[:3]:
             world.begin(name)

@@ -47,7 +47,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upkeep, "UPKEEP_OFFERED_BLOCKS", 4)
 
 
-class World:
+class RepairHistory:
     def __init__(self, seed: int) -> None:
         self.rng, self.reader_rng = random.Random(seed), random.Random(f"reader {seed}")
         self.read = 0  # blocks that a reader found
@@ -294,9 +294,9 @@ class World:
                     assert total <= BYTES_PER_S * (now_s - first_s) + AT_ONCE * BYTES + 1
 
 
-async def history(seed: int, *, pauses: bool = False) -> World:
+async def history(seed: int, *, pauses: bool = False) -> RepairHistory:
     """A random history; with `pauses`, all leases sometimes end at once."""
-    world = World(seed)
+    world = RepairHistory(seed)
     await world.etcd.put(b"/triggerkv/test/nodes/lots", lots_record(LOTS), 0, only_new=True, lasting=b"")
     background = [asyncio.create_task(world.etcd.run()), asyncio.create_task(world.watch_drains())]
     for _ in range(FIRST):
@@ -326,7 +326,7 @@ def test_after_failures_blocks_are_on_their_owners_and_deleted_ones_are_nowhere(
     async def one(seed: int) -> None:
         done.append(await history(seed, pauses=pauses))
 
-    done: list[World] = []
+    done: list[RepairHistory] = []
     for seed in range(tenth, HISTORIES // 2 if pauses else HISTORIES, 10):
         try:
             run(one(seed))
@@ -340,7 +340,7 @@ def test_after_failures_blocks_are_on_their_owners_and_deleted_ones_are_nowhere(
 
 def test_after_a_pause_of_etcd_blocks_with_one_copy_are_copied() -> None:
     async def one() -> None:
-        world = World(1)
+        world = RepairHistory(1)
         leases = asyncio.create_task(world.etcd.run())
         for _ in range(2):
             world.begin()
@@ -359,7 +359,7 @@ def test_after_a_pause_of_etcd_blocks_with_one_copy_are_copied() -> None:
 
 def test_a_failed_copy_is_soon_retried_also_after_a_clean_scan() -> None:
     async def one() -> None:
-        world = World(1)
+        world = RepairHistory(1)
         leases = asyncio.create_task(world.etcd.run())
         world.begin()
         world.begin()
@@ -381,7 +381,7 @@ def test_a_failed_copy_is_soon_retried_also_after_a_clean_scan() -> None:
 
 def test_a_copy_that_is_no_longer_expected_is_not_counted_as_made_and_soon_retried() -> None:
     async def one() -> None:
-        world = World(1)
+        world = RepairHistory(1)
         leases = asyncio.create_task(world.etcd.run())
         world.begin()
         await asyncio.sleep(20)
@@ -414,7 +414,7 @@ def test_when_all_nodes_report_no_single_copies_any_node_may_be_lost(seed: int) 
     """One of three is lost, and an empty node joins before, while or after the others have made copies for it."""
 
     async def one() -> None:
-        world = World(seed)
+        world = RepairHistory(seed)
         leases = asyncio.create_task(world.etcd.run())
         for _ in range(FIRST):
             world.begin()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 COUNT, BYTES, WAIT_S = 40, 6000, 20.0
 
 
-class World:
+class RealCluster:
     """One etcd, nodes that keep two copies, and a client that keeps two as well."""
 
     def __init__(
@@ -193,7 +193,7 @@ def test_after_a_loss_and_a_join_everything_is_on_two_nodes_again_without_reads(
     tmp_path: Path,
 ) -> None:
     with ExitStack() as stack:
-        world = World(tmp_path, stack, 3)
+        world = RealCluster(tmp_path, stack, 3)
         ends_ms = int(time.time_ns() // 1_000_000) + 3_600_000
         keys = world.put(expires_unix_ms=ends_ms)
         lost = world.nodes.pop(1)
@@ -219,7 +219,7 @@ def test_a_returned_node_gives_back_blocks_except_those_deleted_meanwhile(
     tmp_path: Path,
 ) -> None:
     with ExitStack() as stack:
-        world = World(tmp_path, stack, 2)
+        world = RealCluster(tmp_path, stack, 2)
         keys = world.put()
         away, stays = world.nodes
         away.stop()
@@ -243,7 +243,7 @@ def test_a_returned_node_gives_back_blocks_except_those_deleted_meanwhile(
         assert not any(world.there(world.nodes[1], keys[:10]))
 
 
-def test_a_client_reads_draining_nodes_last(pair: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_reads_draining_nodes_last(pair: RealCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     (late,) = pair.put_one_copy(1)
     first, second = sorted(pair.client.nodes.map.members, key=lambda one: one.node != pair.nodes[0].target)
     drains = Member(first.name, first.node, first.weight, state=DRAINING)
@@ -274,13 +274,13 @@ def command(*said: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
     with ExitStack() as stack:
-        yield World(tmp_path_factory.mktemp("pair"), stack, 2)
+        yield RealCluster(tmp_path_factory.mktemp("pair"), stack, 2)
 
 
 @pytest.fixture
-def other(pair: World) -> Stranger:
+def other(pair: RealCluster) -> Stranger:
     """A caller that presents itself to the second node as the first."""
     return pair.stranger(pair.nodes[1], pair.nodes[0])
 
@@ -289,7 +289,7 @@ def one_key() -> bytes:
     return block_key(secrets.token_bytes(8))
 
 
-def test_a_block_deleted_after_it_was_offered_is_refused(pair: World, other: Stranger) -> None:
+def test_a_block_deleted_after_it_was_offered_is_refused(pair: RealCluster, other: Stranger) -> None:
     keys = [one_key() for _ in range(3)]
     answer = other.offer(keys)
     assert list(answer.blocks) == [pb.OFFERED_WANTED] * 3
@@ -300,7 +300,7 @@ def test_a_block_deleted_after_it_was_offered_is_refused(pair: World, other: Str
     assert list(other.offer(keys).blocks)[1:] == [pb.OFFERED_STORED_SURELY] * 2
 
 
-def test_a_copy_needs_the_latest_offer_of_its_block(pair: World, other: Stranger) -> None:
+def test_a_copy_needs_the_latest_offer_of_its_block(pair: RealCluster, other: Stranger) -> None:
     first, second = one_key(), one_key()
     early = other.offer([first])
     late = other.offer([first])
@@ -324,7 +324,7 @@ def test_a_node_that_is_not_on_the_map_under_its_lease_is_refused(other: Strange
         assert not answer.blocks
 
 
-def test_other_bytes_than_were_put_are_refused(pair: World, other: Stranger) -> None:
+def test_other_bytes_than_were_put_are_refused(pair: RealCluster, other: Stranger) -> None:
     key = one_key()
     answer = other.offer([key])
     with pytest.raises(grpc.RpcError, match="do not match its block"):
@@ -340,7 +340,7 @@ def test_copies_are_refused_when_little_room_is_left(other: Stranger) -> None:
 
 
 def test_a_deletion_is_sent_twice_and_not_acknowledged_if_maps_differ(
-    pair: World, monkeypatch: pytest.MonkeyPatch
+    pair: RealCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (key,) = pair.put(1)
     passes: list[set[int]] = []
@@ -370,7 +370,7 @@ def test_with_tenants_a_node_makes_copies_and_a_tenant_does_not(tmp_path: Path) 
     (tmp_path / "secret").write_text(secret)
     more = ("--tenants", str(tmp_path / "tenants.toml"), "--cluster-secret", str(tmp_path / "secret"))
     with ExitStack() as stack:
-        world = World(tmp_path, stack, 1, more, token=tokens["acme"])
+        world = RealCluster(tmp_path, stack, 1, more, token=tokens["acme"])
         (node,) = world.nodes
         name, lease = world.leases()[node.target]
         as_node = Stranger(node, name, lease, "acme", secret)
@@ -411,14 +411,14 @@ def test_with_tenants_a_node_makes_copies_and_a_tenant_does_not(tmp_path: Path) 
         wait_until(lambda: world.on_two(keys), "they are copied as its tenant's", WAIT_S)
 
 
-def test_clients_of_one_tenant_have_the_same_owners_whether_they_name_it_or_not(pair: World) -> None:
+def test_clients_of_one_tenant_have_the_same_owners_whether_they_name_it_or_not(pair: RealCluster) -> None:
     keys = [one_key() for _ in range(64)]
     with ClusterClient([pair.nodes[0].target], tenant="default") as named:
         assert [named.owners(key) for key in keys] == [pair.client.owners(key) for key in keys]
 
 
 def test_the_client_of_a_node_that_left_long_ago_is_closed(
-    pair: World, monkeypatch: pytest.MonkeyPatch
+    pair: RealCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvstore.client.nodes.CLUSTER_LEFT_MS", 300)
     with Nodes([node.target for node in pair.nodes]) as nodes:

@@ -41,7 +41,7 @@ class Count:
 
     @property
     def spoiled(self) -> bool:
-        """Something that was to move it did not."""
+        """Note that an operation that would have moved it has failed."""
         return any(op.dropped or op.end == EventKind.FAILED for op in self.movers)
 
 
@@ -217,7 +217,7 @@ class Model:
         return not op.over and (counter.failed or counter.value() >= op.threshold)
 
     def _at_rest(self) -> bool:
-        """Nothing that must end has not, and the counters have counted all that is done."""
+        """Everything that must end has ended, and the counters have counted it."""
         self._take()
         if any(self._must_end(op) for op in self.ops):
             return False

@@ -41,7 +41,7 @@ def more_than(events: list[Event], count: int) -> bool:
 
 
 def eight_bytes(stage: Stage, gate: Gate, tags: range) -> list[TriggeredPut]:
-    """Each puts its own eight bytes, and waits for its own number."""
+    """Puts of eight bytes each, each fired at its own count."""
     first = stage.there.put(tags[0], 8, fires=(gate.counter, 1))
     source, target = first.source, first.target
     return [

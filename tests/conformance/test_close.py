@@ -18,7 +18,7 @@ BUSY = str(-errno.EBUSY)
 
 
 def arm_some(stage: Stage, way: Way, gate: Gate, cycle: int) -> Gate:
-    """Puts, gets and moves, two thirds of which the counter has reached already."""
+    """Arm puts, gets and moves; the counter has reached the thresholds of two thirds of them."""
     length = (8, 5000, 40_000)[cycle % 3]
     span = length * (stage.near.length // 2 // length)
     moved = stage.gate()

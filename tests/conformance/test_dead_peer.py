@@ -32,7 +32,7 @@ def serves_others(stage: Stage, gate: Gate, tag: int) -> None:
 
 
 def all_over(stage: Stage, way: Way, tags: range) -> None:
-    """Each has ended, with no success claimed for the late ones, or ends with the endpoint; nothing is used after."""
+    """Each operation has ended, or ends with the endpoint; a late one is never reported as done."""
     near = stage.near
     for tag in tags:
         end_or_late(near, tag)

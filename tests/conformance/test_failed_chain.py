@@ -24,7 +24,7 @@ OURS = {-errno.ECANCELED, -errno.ETIMEDOUT, -errno.EBADMSG, -errno.EPIPE}
 
 
 def refused_operations(way: Way, tag: int, **more: Any) -> dict[str, Operation]:
-    """Each of them is refused by the peer's side of the wire."""
+    """Operations that the peer's side of the wire refuses."""
     bad = way.key ^ 0x5A5A5A
     more["deadline_ns"] = refusal_deadline_ns(way.near)
     far_off = way.length + (1 << 30)
@@ -51,7 +51,7 @@ REFUSED = (
 
 
 def fails(stage: Stage, way: Way, tag: int) -> None:
-    """The operation has ended badly, if need be because its endpoint was closed."""
+    """The operation has failed, if necessary because its endpoint was closed."""
     if end_or_late(stage.near, tag) == EventKind.LATE:
         way.endpoint.close()
     else:

@@ -155,7 +155,7 @@ def test_memory_that_may_only_be_read_is_not_written(stage: Stage, gate: Gate) -
 
 
 def shuffled(stage: Stage, pages: int) -> list[Piece]:
-    """Pages in no order here, one after the other there."""
+    """Pages in random order here, and in sequence at the peer."""
     order = random.Random(15).sample(range(pages), pages)
     return [
         Piece(stage.near.region.address + page * PAGE, stage.there.base + i * PAGE, PAGE)

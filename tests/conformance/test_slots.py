@@ -20,7 +20,7 @@ FLUSH_S = 0.2  # a close that takes so long has waited for a flush
 
 
 def other_process(stage: Stage) -> tuple[Side, Gate, Way]:
-    """One more fabric, whose operations take from the same slots."""
+    """Another fabric, whose operations take from the same slots."""
     side = Side(stage.provider, deferred_work=stage.backend.deferred_work, remote_read=True)
     return side, stage.gate(side), Way.between(side, stage.far)
 

@@ -48,7 +48,7 @@ def mark(user: str) -> bytes:
 
 
 class People:
-    """Users with sessions; each session has blocks of its user's domain, some of none, and shared ones."""
+    """Users with sessions; each has blocks in its user's domain, in no domain, and shared ones."""
 
     def __init__(self, node: NodeProcess, data: Path, *, encrypted: bool) -> None:
         self.node, self.data, self.encrypted = node, data, encrypted
@@ -83,7 +83,7 @@ class People:
         client.session(user, CHAT).append(keys, tokens=len(keys))
 
     def got(self, client: Client, user: str, keys: list[bytes]) -> list[str | MissReason]:
-        """For each block, whether it is exact, or why it is a miss."""
+        """For each block, whether it is exact, or the reason of the miss."""
         with allocate(SIZE * len(keys)) as memory, client.register(memory) as region:
             blocks = [Block(key, region, SIZE * at, SIZE) for at, key in enumerate(keys)]
             outcomes = client.get(blocks, timeout_s=WAIT_S)
@@ -96,7 +96,7 @@ class People:
             ]
 
     def check_others(self, client: Client) -> None:
-        """The neighbour and the shared blocks are whole, in their sessions as well."""
+        """The neighbour's and the shared blocks are complete, in their sessions as well."""
         assert self.got(client, BOB, self.keys(BOB)) == [EXACT] * (OWN + LOOSE)
         assert self.got(client, "all", self.common) == [EXACT] * COMMON
         assert [one.session for one in client.sessions(BOB)] == [CHAT]
@@ -182,7 +182,7 @@ def after_ack(people: People, users: list[str]) -> None:
 
 
 def one_round(people: People, user: str, delay_s: float) -> bool:
-    """Kill the node in mid-erasure, start it, and complete the erasure if it was not acknowledged."""
+    """Kill the node during an erasure, restart it, and complete the erasure if it was not acknowledged."""
     with people.client() as client:
         list(client.sessions(user))  # it has a connection
         killer = threading.Timer(delay_s, people.node.kill)
@@ -201,7 +201,7 @@ def one_round(people: People, user: str, delay_s: float) -> bool:
 
 
 def check_put_back(people: People, before: Path, users: list[str]) -> None:
-    """The drive and the index from before, with the keyring of after: only others' blocks come back."""
+    """Restore the drive and the index from before the erasure, with the new keyring: only others' blocks return."""
     keyring = (people.data / "keyring").read_bytes()
     shutil.rmtree(people.data)
     shutil.copytree(before, people.data)

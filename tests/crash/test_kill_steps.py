@@ -86,14 +86,14 @@ class StepsRig:
         self.memory[PAGE : PAGE + BLOCKS * SIZE] = bytes(BLOCKS * SIZE)
 
     def check(self, usable: int) -> None:
-        """The first blocks are exact, and the canaries live."""
+        """The first blocks are exact, and the canaries intact."""
         for number in range(usable):
             assert self.memory[PAGE + number * SIZE : PAGE + (number + 1) * SIZE] == kv_of(number)
         assert self.memory[:PAGE] == self.memory[PAGE + BLOCKS * SIZE :] == CANARY
 
     @contextmanager
     def dying(self) -> Iterator[None]:
-        """The node answers nothing any more; and while that is waited for, it is killed."""
+        """Stop the node, and kill it while the client waits."""
         stop(self.node.pid)
         killer = threading.Timer(STOPPED_S, self.node.kill)
         killer.start()
@@ -229,7 +229,7 @@ PUTS: list[Callable[[StepsRig], None]] = [
 
 
 def ends(rig: StepsRig, begun: Callable[[], ArmedPuts]) -> list[PutResult]:
-    """Each put has ended well, or with one typed error, well within its time."""
+    """Each put has succeeded, or failed with one typed error, in time."""
     try:
         results = begun().wait(WAIT_S)
     except NodeUnavailable:  # the loss was known before anything was armed

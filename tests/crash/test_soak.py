@@ -81,7 +81,7 @@ def put(rig: ClientWithBuffers, blocks: list[Block]) -> None:
 def get_some(
     rig: ClientWithBuffers, keys: list[bytes], known: dict[bytes, tuple[int, int]]
 ) -> tuple[int, list[bytes]]:
-    """Get blocks, all of them exact or gone for room; how many there were, and which were gone."""
+    """Get blocks, each exact or evicted; returns their number and the evicted ones."""
     wanted = [Block(key, rig.to_region, at * MIB, known[key][1]) for at, key in enumerate(keys)]
     hits, gone = 0, []
     for block, outcome in zip(wanted, rig.client.get(wanted, timeout_s=WAIT_S), strict=True):

@@ -59,7 +59,7 @@ def kubernetes(kind: str | None = None, name: str = "kvstore") -> list[dict[str,
 
 
 def stateful_set(name: str = "kvstore") -> dict[str, Any]:
-    """The nodes', or another one."""
+    """The StatefulSet of the nodes, or another one."""
     (found,) = kubernetes("StatefulSet", name)
     return found
 

@@ -25,7 +25,7 @@ ROW = re.compile(r"^\| (\d+)(?:-(\d+))? \| TCP \| (.*?) \| (.*?) \| `(--[\w-]+)`
 
 
 class Row(NamedTuple):
-    """A range of ports of the node's."""
+    """A range of the node's ports."""
 
     first: int
     last: int

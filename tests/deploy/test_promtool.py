@@ -21,7 +21,7 @@ NAMES = [rule["alert"] for rule in yaml.safe_load(ALERTS.read_text())["groups"][
 
 
 def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run it; the test is skipped where there is none."""
+    """Run promtool; the test is skipped without it."""
     found = FETCHED if FETCHED.exists() else shutil.which("promtool")
     if found is None:
         pytest.skip("there is no promtool: make promtool")

@@ -34,7 +34,7 @@ def config(name: str) -> NodeConfig:
 
 
 def folders(name: str) -> set[str]:
-    """Where a command has a node look for its files."""
+    """The folders in which a command makes a node look for its files."""
     told = config(name)
     files = [told.tls_certificate, told.tls_key, told.tenants]
     if told.cluster is not None and told.cluster.upkeep is not None:

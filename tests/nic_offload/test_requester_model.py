@@ -29,7 +29,7 @@ LONG = SMALL.extent_bytes_max
 
 
 class Kv:
-    """A user as the reference sees them."""
+    """A user in the reference."""
 
     def __init__(self) -> None:
         self.known: dict[bytes, Extent] = {}
@@ -110,7 +110,7 @@ class Reference:
         return kv.known.keys() - self.asked(user) - kv.come - kv.failed if kv.requests else set()
 
     def end(self, user: User, number: int, ending: Ending) -> None:
-        """A request ends before its fetch is over; the last one takes the fetch along."""
+        """End a request before its fetch is complete; the last request ends the fetch too."""
         del self.kv[user].requests[number]
         self.ended[number, ending] += 1
         if not self.kv[user].requests:

@@ -50,7 +50,7 @@ def test_extents_contain_exactly_the_bytes_of_the_pieces(seed: int) -> None:
 
 
 def paged(pair: Pair, seed: int = 1, pages: int = 64) -> list[Piece]:
-    """Pages in no order here, one after the other there; a few of them touch."""
+    """Pages in random order here and in sequence at the peer; a few are adjacent."""
     near, there = pair.near, pair.there
     order = list(range(pages))
     random.Random(seed).shuffle(order)

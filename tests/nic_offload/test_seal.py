@@ -253,7 +253,7 @@ def put_bytes(
     tagged_generation: int | None = None,
     spoil: int | None = None,
 ) -> bytes:
-    """Metadata, head and payload of a put, with its tag; the byte at `spoil`, from the head's end, is another then."""
+    """Metadata, head and payload of a put with its tag; the byte at `spoil`, counted from the head's end, is wrong."""
     summed = granted.head_of(payload, generation=generation, metadata=metadata)[:-8]
     if spoil is not None:
         changed = bytearray(summed)
@@ -359,7 +359,7 @@ def test_a_put_of_an_earlier_generation_is_not_accepted_again(net: Pair) -> None
 
 
 def call_bytes(pair: Pair, generation: int = shelf.FIRST) -> bytes:
-    """A fetch of block 1, as wire.md has it, without its tag."""
+    """A fetch of block 1 in the format of wire.md, without its tag."""
     row = struct.pack("<32sIIQQQ", shelf.key_of(1), 5000, 10, 3, pair.back.base + PAGE, pair.back.key)
     head = struct.pack(
         "<IQBBBBIIIIIQ16s", 128, generation, 1, 0, 0, 0, 0, 1, shelf.ANSWER_WORD, 0, 0, 0, shelf.FINGERPRINT

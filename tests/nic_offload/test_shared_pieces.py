@@ -22,7 +22,7 @@ PAGES_BYTES = 4 << 20
 
 
 class Pages:
-    """Registered memory of a client's, in which blocks' pieces lie out of order."""
+    """Registered memory of a client, with a block's pieces in random order."""
 
     def __init__(self, client: Client) -> None:
         self.memory = mmap.mmap(-1, PAGES_BYTES)
@@ -31,7 +31,7 @@ class Pages:
         random.Random(3).shuffle(self._free)
 
     def pieces(self, sizes: Sequence[int]) -> tuple[Pieces, list[tuple[int, int]]]:
-        """Pieces of these sizes, none above a page; and where they are."""
+        """Pieces of these sizes, at most a page each; returns their places too."""
         places = [(self._free.pop(), size) for size in sizes]
         return Pieces.of(self.region, places), places
 

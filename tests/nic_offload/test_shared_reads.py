@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Rows:
-    """Rows that both ends have."""
+    """The rows shared by both ends."""
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, ROWS * ROW_BYTES)

@@ -40,7 +40,7 @@ TAG, DESK = 7, 77
 
 @dataclass(frozen=True)
 class Row:
-    """A block that is wanted: of the shelf's block `number`, into the same place over there."""
+    """A requested block: the shelf's block `number`, to the same place at the peer."""
 
     number: int
     length: int
@@ -115,7 +115,7 @@ class ShelfRig:
         watch_landings(far.fabric, [landing])
 
     def store(self, number: int, offset: int, length: int) -> Shelved:
-        """A block at this offset, put on the shelf; its id is 1000 more than its number."""
+        """Put a block at this offset on the shelf, with its number plus 1000 as its id."""
         self.blocks[number] = os.urandom(length)
         self.pair.far.fill(offset, self.blocks[number])
         shelved = Shelved(
@@ -209,7 +209,7 @@ class ShelfRig:
         return told
 
     def left_to_us(self, wanted: Wanted) -> None:
-        """The call is the application's, and nothing was sent."""
+        """The call is left to the application, and nothing was sent."""
         before = self.pair.near.bytes_at(0, CALL_AT)
         self.call(wanted)
         event = self.pair.far.final(TAG)

@@ -77,7 +77,7 @@ def set_handlers() -> None:
 
 @contextmanager
 def hanging(thread: int) -> Iterator[Callable[[], None]]:
-    """The thread hangs in here, until the function given is called, or to the end."""
+    """The thread hangs until the returned function is called, or the `with` block ends."""
 
     def go_on() -> None:
         if _hangs(thread):

@@ -21,7 +21,7 @@ ANSWER_S = 60.0
 
 
 class Browser:
-    """One browser with one page. What the page complains of is in `complaints`."""
+    """One browser with one page. The page's errors are in `complaints`."""
 
     def __init__(self, profile: Path) -> None:
         assert BROWSER is not None
@@ -59,7 +59,7 @@ class Browser:
         os.close(self._from)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command; its answer."""
+        """Execute a command; returns its answer."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if self._session:
@@ -96,7 +96,7 @@ class Browser:
         return told["result"].get("value")
 
     def open(self, url: str) -> None:
-        """Go there, and wait until the page has been answered once."""
+        """Open a page, and wait until it has its first answer."""
         self.call("Page.navigate", url=url)
         self.wait("document.title.startsWith('kvstore ')")
 
@@ -108,11 +108,11 @@ class Browser:
             time.sleep(0.02)
 
     def text(self, selector: str) -> str:
-        """The words of an element, as they are shown."""
+        """The visible text of an element."""
         return str(self.run(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     def click(self, script: str) -> None:
-        """Click on the element that an expression gives."""
+        """Click on the element that an expression returns."""
         self.run(f"({script}).click()")
 
     def picture(self, path: Path, width: int, height: int, *, dark: bool = False) -> None:

@@ -47,7 +47,7 @@ HOT_BYTES = 48 << 20  # fewer than `kvstore serve` takes: enough for the blocks 
 
 @contextmanager
 def _used_later() -> Iterator[None]:
-    """Memory and drives that are made meanwhile cost nothing until they are used."""
+    """Allocate memory and drives only when they are used."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(superblock, "ZERO_FILL_BYTES_MAX", 0)
         patch.setattr(nic_offload.memory, "populate", nic_offload.memory.populate)  # as it will be again
@@ -56,7 +56,7 @@ def _used_later() -> Iterator[None]:
 
 
 class NodeInProcess:
-    """Its `target` is what a client connects to; `call` runs something on its thread."""
+    """A node in a thread: clients connect to `target`; `call` runs a function on its thread."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class NodeInProcess:
 
 
 class HeldDrive:
-    """A slow drive: reads of some keys for fetches and inline gets are not begun until `let_go`."""
+    """A slow drive: reads of some keys, for fetches and inline gets, begin only at `let_go`."""
 
     def __init__(self, node: NodeInProcess, of: Callable[[bytes], bool] = lambda _: True) -> None:
         self._node = node

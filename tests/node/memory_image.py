@@ -49,7 +49,7 @@ def mappings_of(pid: int) -> list[Mapping]:
 
 
 def search(pid: int, marks: Iterable[bytes]) -> dict[bytes, list[Mapping]]:
-    """Where these bytes are, a mapping for each that has them."""
+    """The mappings that contain these bytes."""
     marks = list(marks)
     found: dict[bytes, list[Mapping]] = {}
     with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:

@@ -39,7 +39,7 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def give(folder: Path, made: Path) -> None:
-    """Put an authority's certificates where the node reads them."""
+    """Copy an authority's certificates to where the node reads them."""
     for name, there in (("127.0.0.1.pem", "node.pem"), ("127.0.0.1.key", "node.key"), ("ca.pem", "ca.pem")):
         shutil.copy(made / name, folder / there)
 

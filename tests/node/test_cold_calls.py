@@ -40,7 +40,7 @@ STRESS_S = 4.0
 
 
 class Cold:
-    """A client of a node that was opened anew, with blocks on its drive and none in its memory."""
+    """A client of a restarted node with blocks on its drive and none in its memory."""
 
     def __init__(self, node: NodeInProcess, blocks: dict[bytes, bytes]) -> None:
         self.node, self.blocks = node, blocks
@@ -49,7 +49,7 @@ class Cold:
         self.region = self.client.register(self.memory)
 
     def get(self, *keys: bytes, **more: Any) -> list[Hit | Miss]:
-        """Get blocks, and compare what came."""
+        """Get blocks, and compare their bytes."""
         self.memory[:] = bytes(len(self.memory))
         wanted = [Block(key, self.region, at * LENGTH, LENGTH) for at, key in enumerate(keys)]
         found = self.client.get(wanted, **({"timeout_s": WAIT_S} | more))
@@ -82,7 +82,7 @@ def watched(node: NodeInProcess) -> None:
 
 
 def warmed(cold: Cold, key: bytes) -> None:
-    """The first get of a size comes to Python, which gives the core rooms of it."""
+    """Make the first get of a size, for which Python gives the core rooms."""
     assert cold.get(key) == [Hit(key)]
     assert cold.come_to_python() == 1
 
@@ -229,7 +229,7 @@ def test_a_block_of_another_layout_is_a_miss(plain: Cold) -> None:
 
 
 def slow_drive(plain: Cold) -> int:
-    """Let the core read from a pipe, which is empty; where to write to it."""
+    """Make the core read from an empty pipe; returns its other end."""
     out, into = os.pipe()
     fcntl.fcntl(into, fcntl.F_SETPIPE_SZ, 1 << 20)
 

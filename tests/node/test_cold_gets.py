@@ -68,7 +68,7 @@ class Held:
             return file.read(record_bytes(entry.length))
 
     def wait_asked(self, blocks: int) -> None:
-        """The records are being read, by the kernel."""
+        """Wait until the kernel is reading the records."""
 
         def asked(inside: Node) -> int:
             return sum(len(group.fetches) for group in inside.fetches.readers._groups.values())

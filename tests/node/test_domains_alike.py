@@ -55,7 +55,7 @@ def adas(keys: list[bytes]) -> list[bytes]:
     return [in_domain(key, ADA) for key in keys]
 
 
-class World:
+class ProfiledNode:
     """A node of the test's own process, in which another user of the same tenant has some blocks."""
 
     def __init__(self, node: NodeInProcess, client: Client) -> None:
@@ -115,12 +115,12 @@ def bob_puts_more(client: Client) -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProfiledNode]:
     folder: Path = tmp_path_factory.mktemp("alike")
     new_master_file(folder / "master.key")
     open_keys = keys_opener(folder / "data", f"file:{folder}/master.key")
     with NodeInProcess(folder / "data", open_keys=open_keys) as node, Client(node.target) as client:
-        yield World(node, client)
+        yield ProfiledNode(node, client)
 
 
 def exists(client: Client, keys: list[bytes]) -> list[Any]:
@@ -153,7 +153,7 @@ CALLS = [exists, prefix_of, get_inline, get_stream, get, explain]
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
 def test_an_unknown_block_costs_the_same_whatever_other_domains_have(
-    world: World, call: Callable[[Client, list[bytes]], list[Any]]
+    world: ProfiledNode, call: Callable[[Client, list[bytes]], list[Any]]
 ) -> None:
     for keys in (BOBS, NOBODYS):
         outcomes = call(world.client, adas(keys))
@@ -170,14 +170,14 @@ def test_an_unknown_block_costs_the_same_whatever_other_domains_have(
     assert not any("submit" in name for one in nobodys for name, _ in one), "the drive is not asked"
 
 
-def test_a_put_costs_the_same_whatever_other_domains_have(world: World) -> None:
+def test_a_put_costs_the_same_whatever_other_domains_have(world: ProfiledNode) -> None:
     """No block is shared between domains, so none is found to be stored already."""
     for number in range(TIMES):
         blocks = [(in_domain(block_key(b"twice", number.to_bytes(4)), BOB), bytes(SIZE))]
         assert [one.error for one in world.client.put_many_inline(blocks, domain=BOB)] == [None]
 
     def put() -> Callable[[Client, list[bytes]], None]:
-        """A call that puts the next of a prompt's blocks."""
+        """Put the next block of a prompt."""
         numbers = count()
 
         def put_next(client: Client, prompt: list[bytes]) -> None:

@@ -55,7 +55,7 @@ def keys_of(user: str) -> list[bytes]:
 
 
 def put(client: Client, user: str) -> None:
-    """Shared blocks, which only the user's session names. Of blocks of their own tells `test_proof_of_erasure`."""
+    """Put shared blocks that only the user's session names."""
     with allocate(SIZE * COUNT) as memory, client.register(memory) as region:
         for number in range(COUNT):
             memory[SIZE * number : SIZE * (number + 1)] = payload(number)

@@ -49,7 +49,7 @@ def fabric() -> Iterator[Fabric]:
 
 
 def attach(target: str, claimed: bytes) -> pb.AttachResponse:
-    """Attach with this claim, as any program can."""
+    """Attach with this claimed address."""
     request = pb.AttachRequest(
         provider="net", fabric_address=claimed, ack_words=1, block_bytes_max=4096, slots=1
     )

@@ -39,7 +39,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 class Buggy(NodeProcess):
-    """A node with a bug in what follows a write; without it from its second life on."""
+    """A node with a bug after a write, which is fixed in its second life."""
 
     def start(self) -> None:
         plain = self._command

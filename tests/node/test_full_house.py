@@ -41,7 +41,7 @@ LARGE, SMALL = block_key(b"large"), block_key(b"small")
 
 
 def stalled_readers(stub: Any, count: int) -> list[Any]:
-    """Calls that ask for a large block and take nothing in."""
+    """Calls for a large block that read nothing."""
     name = pb.BlockName(key=LARGE, fingerprint=layout_fingerprint(b""), length=8 * MIB)
     return [stub.Get(pb.GetRequest(tenant="stalled", name=name), timeout=WAIT_S) for _ in range(count)]
 
@@ -57,7 +57,7 @@ def percentile(samples: list[float], percent: int) -> float:
 
 
 def assert_quick(refused: Callable[[], object]) -> None:
-    """The median of fifty, unless the machine is busy with others."""
+    """Check the median of fifty calls, with retries for a busy machine."""
     medians = []
     for _ in range(TRIES):
         medians.append(percentile([millis(refused) for _ in range(50)], 50))

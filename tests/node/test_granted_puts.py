@@ -32,7 +32,7 @@ LANE_WAIT_S = 1.0  # for which a block waits for a lane, however long the drive 
 
 
 class HeldWrites:
-    """A drive whose writes don't end until `let_go`, as far as the node knows; and no timer to help."""
+    """A drive whose writes end only at `let_go`, from the node's view, without a timer."""
 
     def __init__(self, node: NodeInProcess) -> None:
         self._node = node
@@ -150,7 +150,7 @@ def test_blocks_that_arrive_with_a_lanes_block_are_stored_too(
 
 
 def counted_by_python(monkeypatch: pytest.MonkeyPatch) -> list[PutItem]:
-    """The blocks that no lane writes, from now on."""
+    """Count the blocks that no lane writes from now on."""
     by_python: list[PutItem] = []
     accept = Puts.accept
 

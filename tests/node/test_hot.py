@@ -20,7 +20,7 @@ GOOD, EVIL = b"good".ljust(TENANT_BYTES), b"evil".ljust(TENANT_BYTES)
 
 
 class Sent:
-    """Pieces that are being sent, by generation: uses that are not counted."""
+    """Pieces that are being sent, by generation; their uses are not counted."""
 
     def __init__(self, sending: Container[int] | Callable[[], bool]) -> None:
         """Blocks of a container count as being sent, or all blocks while a function returns true."""
@@ -42,7 +42,7 @@ class Memory:
 
     @property
     def wiped(self) -> list[int]:
-        """The pages that were overwritten."""
+        """The overwritten pages."""
         pages = range(0, len(self.bytes), PAGE_BYTES)
         return [at // PAGE_BYTES for at in pages if not any(self.bytes[at : at + PAGE_BYTES])]
 

@@ -249,7 +249,7 @@ def test_a_block_removed_while_it_is_read_is_not_cached(
     put(rig, [block])
 
     def read_then_delete(inside: Node) -> None:
-        """Between the drive's answer and what is done about it."""
+        """Delete between the drive's answer and its handling."""
         real = inside.store.get
 
         def get_of(items: Any, done: Any) -> None:

@@ -120,7 +120,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]
 
 @pytest.fixture(scope="module")
 def audit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The log of the guarded one."""
+    """The audit log of the guarded node."""
     return tmp_path_factory.mktemp("guarded") / "audit.jsonl"
 
 

@@ -27,7 +27,7 @@ LENGTH = 5000
 
 @pytest.fixture
 def landed(node: NodeInProcess, rig: ClientWithBuffers) -> Iterator[Block]:
-    """A block whose write does not end."""
+    """Land a block whose write doesn't end."""
     assert rig.client.put([rig.block(0, LENGTH)])[0].error is None
     drive, block = HeldWrites(node), rig.block(1, LENGTH)
     put = rig.client.arm([block])

@@ -32,7 +32,7 @@ COUNT = 40
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the batches that are taken as arrays."""
+    """The sizes of the batches that are taken as arrays."""
     sizes: list[int] = []
     take = LaneBlocks.take
 

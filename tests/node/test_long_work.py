@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HeldClock(SystemClock):
-    """Stands still until a test moves it."""
+    """A clock that the test moves."""
 
     now_ns = 0
 

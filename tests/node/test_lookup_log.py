@@ -31,7 +31,7 @@ def kept(name: str, size_bytes: int = 100) -> Kept:
 
 
 def written(folder: Path, names: list[str]) -> Path:
-    """Write these, each a file's name."""
+    """Write these texts, each under its file's name."""
     with LookupLog(folder) as log:
         log.load()
         for name in names:

@@ -142,7 +142,7 @@ def test_calls_without_a_parent_or_with_a_bad_one_make_no_spans(tmp_path: Path, 
 
 
 def exists(target: str, traceparent: str) -> None:
-    """A call as any client may make it."""
+    """Make a call as any client may."""
     from kvstore.wire import blocks_pb2, blocks_pb2_grpc, kvstore_pb2  # noqa: PLC0415 - only here
 
     with grpc.insecure_channel(target) as channel:

@@ -42,7 +42,7 @@ def held_bytes(node: NodeInProcess) -> int:
 
 
 def open_readers(stub: kvstore_pb2_grpc.KvStoreStub, key: bytes, length: int, count: int) -> list[Any]:
-    """Calls that ask for a block and then take nothing in: the window of each fills, and its bytes wait in the node."""
+    """Calls for a block that read nothing: each window fills, and the bytes wait in the node."""
     name = pb.BlockName(key=key, fingerprint=layout_fingerprint(b""), length=length)
     request = pb.GetRequest(tenant="stalled", name=name)
     return [stub.Get(request, timeout=WAIT_S) for _ in range(count)]
