@@ -74,6 +74,10 @@ test-cluster: setup etcd ## clusters in their long form: 300 rounds of failures 
 etcd: ## .cache/etcd, out of Debian's package (20 MB), for tests/cluster
 	@tools/etcd.sh
 
+.PHONY: browser
+browser: ## .cache/browser: a headless Chromium, out of Debian's packages (100 MB), for the tests of the page and of the docs' search
+	@tools/browser.sh
+
 .PHONY: promtool
 promtool: ## .cache/promtool, out of Debian's package (48 MB), for the tests of the alerts
 	@tools/promtool.sh

@@ -79,7 +79,7 @@ def test_mistakes_fail_the_build(tree: Path, tmp_path: Path, page: str, text: st
 
 def test_the_search_works_on_pages_opened_as_files(tree: Path) -> None:
     if BROWSER is None:
-        pytest.skip("there is no Chromium: apt-get install chromium (290 MB)")
+        pytest.skip("there is no Chromium: make browser")
     page = f"file://{tree}/build/site/{SEARCH}"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND"]
     done = subprocess.run(

@@ -11,12 +11,12 @@ import select
 import shutil
 import subprocess
 import time
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_FETCHED = Path(__file__).resolve().parents[2] / ".cache/browser/chromium"  # by tools/browser.sh
+_NAMES = ("chromium", "chromium-browser", "google-chrome", str(_FETCHED))
+BROWSER = next(filter(None, map(shutil.which, _NAMES)), None)
 ANSWER_S = 60.0
 
 

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.node(arguments=("--http", "127.0.0.1:0", "--ui"))
 
 WAIT_S = 20.0
-in_a_browser = pytest.mark.skipif(
-    BROWSER is None, reason="there is no Chromium: apt-get install chromium (290 MB)"
-)
+in_a_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium: make browser")
 
 
 @pytest.fixture
