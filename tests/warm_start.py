@@ -121,7 +121,6 @@ class Warm:
         return True
 
     def popen(self, command: Sequence[str], **more: Any) -> subprocess.Popen[str] | Started:
-        """Like `subprocess.Popen`."""
         if not self._can_fork(command, _NODE):
             return subprocess.Popen(command, **more)
         return Started(self._socket, command, more["stderr"])
@@ -180,7 +179,6 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end."""
         if self.returncode is None:
             poller = select.poll()  # not select(): a test may have thousands of descriptors
             poller.register(self._ended, select.POLLIN)
@@ -191,17 +189,14 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
         if self.poll() is None:
             with suppress(ProcessLookupError):  # it ended just now
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 

@@ -60,14 +60,14 @@ def show(reach: Reach, *, as_json: bool) -> int:
             for one, share in zip(now.members, now.shares(), strict=True)
         ]
         said = {
-            "clustered": told.clustered,
+            "in_cluster": told.clustered,
             "revision": now.revision,
             "lots": now.lots,
             "members": members,
             "absent": [{"name": one.name, "node": one.node, "version": one.version} for one in now.absent],
             "read_first": {"zone": reach.zone, "nodes": _read_first(reach, now)},
-            "etcd_away_ms": told.etcd_away_ms,
-            "outside": told.outside,
+            "etcd_unreachable_ms": told.etcd_away_ms,
+            "not_a_member_because": told.outside,
         }
         print(json.dumps(said, indent=2))  # noqa: T201 - a command prints
     elif not told.clustered:
@@ -240,7 +240,7 @@ def plan(reach: Reach, node: str, zone: str, *, as_json: bool) -> int:
     told = _ask_any(reach)
     now = map_of(told)
     if not told.clustered or not now.members:
-        print(json.dumps({"clustered": False}) if as_json else "The node is in no cluster.")  # noqa: T201
+        print(json.dumps({"in_cluster": False}) if as_json else "The node is in no cluster.")  # noqa: T201
         return Status.NO
     members = [replace(one, state="") if one.node == node else one for one in now.members]
     now = Map.of(now.revision, members, lots=now.lots)
@@ -261,7 +261,7 @@ def plan(reach: Reach, node: str, zone: str, *, as_json: bool) -> int:
             for one in planned.sends
         }
         joins = node not in each
-        said = {"clustered": True, "node": node, "joins": joins, "seconds": planned.seconds, "nodes": rows}
+        said = {"in_cluster": True, "node": node, "joins": joins, "seconds": planned.seconds, "nodes": rows}
         print(json.dumps(said, indent=2))  # noqa: T201
         return Status.DONE
     table: list[tuple[str, ...]] = [("node", "stored", "sends", "receives", "users", "users after")]

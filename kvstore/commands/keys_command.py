@@ -120,7 +120,7 @@ def _document(status: KeyringStatus, clear: Clear, why_not: str | None) -> dict[
     return {
         "store": status.store_uuid.hex(),
         "master_key": status.master_id,
-        "made_ms": status.made_ms,
+        "created_unix_ms": status.made_ms,
         "bytes": status.size_bytes,
         "keys": {
             "live": status.live,
@@ -130,11 +130,11 @@ def _document(status: KeyringStatus, clear: Clear, why_not: str | None) -> dict[
         },
         "tenants": [{"id": tenant.hex(), "version": version} for tenant, version in status.tenants],
         "rotating_tenants": [tenant.hex() for tenant in status.rotating],
-        "clear": [
+        "in_the_clear": [
             {"drive": drive, "bytes": size, "why_not": why} for drive, (size, why) in sorted(clear.items())
         ],
-        "copies_on_write": status.copies_on_write,
-        "not_the_drives": why_not,
+        "copy_on_write": status.copies_on_write,
+        "mismatch": why_not,
     }
 
 

@@ -52,7 +52,6 @@ class _Pair:
             self._node.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End both ends."""
         self._is_cut = True
         for end in (self._client, self._node):
             with suppress(OSError):  # the client's may be closed
@@ -76,7 +75,6 @@ class Relay:
         self._thread.start()
 
     def close(self) -> None:
-        """Close everything."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()

@@ -65,7 +65,6 @@ def pass_s(seconds: float) -> None:
 
 
 def run(doing: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine in such a loop."""
     loop = _Loop()
     try:
         loop.run_until_complete(doing)
@@ -189,7 +188,6 @@ class FakeEtcd:
             self.changed.notify_all()
 
     async def run(self) -> None:
-        """Expire leases."""
         while True:
             now_s = asyncio.get_running_loop().time()
             await self.drop([lease for lease, (until_s, _) in self.leases.items() if until_s <= now_s])

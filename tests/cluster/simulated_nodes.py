@@ -311,7 +311,6 @@ class Process:
             await self.membership.close(for_good=for_good)
 
     def put(self, name: Name, length: int) -> None:
-        """Store a block at once."""
         is_noted = self.upkeep.sureness._since_tenure == self.membership.tenure
         self.store.put(name, length, self._tenure if is_noted else None)
 

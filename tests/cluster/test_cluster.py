@@ -69,8 +69,6 @@ class Cluster:
         )
 
     def listed(self) -> set[str]:
-        """The nodes that etcd lists."""
-
         async def ask() -> set[str]:
             etcd = Etcd(EtcdReach(self.etcd.endpoints, "test"))
             listed = await etcd.listed(b"/triggerkv/test/members/")

@@ -35,7 +35,6 @@ class Engine:
         return [ClusterBlock(key, self._kv, i * BYTES, BYTES) for i, key in enumerate(self._keys(name))]
 
     def where(self) -> str:
-        """The folder of its code."""
         return kvstore.client.__file__
 
     def put(self, name: str) -> list[str]:
@@ -58,7 +57,6 @@ class Engine:
         return sorted(told)
 
     def delete(self, name: str) -> bool:
-        """Delete them on all nodes."""
         return all(self._client.delete(self._keys(name)))
 
     def copies(self, name: str) -> int:
@@ -68,7 +66,6 @@ class Engine:
         return sum(getattr(one, "reason", None) is None for some in each for one in some)
 
     def members(self) -> list[str]:
-        """The nodes on its map."""
         return sorted(one.node for one in self._client.nodes.map.members)
 
     def say(self, number: int) -> int:

@@ -45,7 +45,6 @@ def json_words(instruction: str) -> list[str]:
 
 
 def compose() -> dict[str, Any]:
-    """The content of compose.yaml."""
     document: dict[str, Any] = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())
     return document
 
@@ -78,7 +77,6 @@ def etcd_of_kubernetes(number: int) -> list[str]:
 
 
 def node_of_kubernetes(number: int, zone: str = "") -> list[str]:
-    """The command of a node."""
     return json_words("ENTRYPOINT") + _of_pod("kvstore", number, zone)
 
 

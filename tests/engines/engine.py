@@ -164,7 +164,6 @@ class Engine:
         assert self._ask({"do": "drop"})
 
     def counts(self) -> dict[str, float]:
-        """Its metrics, by name."""
         return dict(self._ask({"do": "counts"}))
 
     def count(self, name: str) -> float:
@@ -187,7 +186,6 @@ class Engine:
         return json.loads(line)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self._process.kill()
         self._process.join()
 

@@ -65,7 +65,6 @@ class HttpEngine:
             return str(answer.read().decode())
 
     def complete(self, prompt: list[int], headers: Mapping[str, str]) -> Any:
-        """Generate one token, greedily, after a prompt."""
         (model,) = json.loads(self.get("/v1/models"))["data"]
         body = {"model": model["id"], "prompt": prompt, "max_tokens": 1, "temperature": 0}
         request = urllib.request.Request(

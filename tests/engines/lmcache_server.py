@@ -54,7 +54,6 @@ class LmcacheServer:
         return self._log.read_text()
 
     def start(self) -> None:
-        """Start it, and wait until it takes calls."""
         self._http_port = free_port()  # somebody else may have the last one's by now
         options = {
             "host": "127.0.0.1",

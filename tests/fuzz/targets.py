@@ -88,7 +88,6 @@ def http(data: bytes) -> None:
 
 
 def tenants(data: bytes) -> None:
-    """The file of tenants."""
     path = _FOLDER / "tenants.toml"
     path.write_bytes(data)
     with suppress(ConfigError):

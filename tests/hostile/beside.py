@@ -69,7 +69,6 @@ class Times(NamedTuple):
 
 
 def p99(taken: Sequence[float]) -> float:
-    """The 99th percentile."""
     return sorted(taken)[len(taken) * 99 // 100]
 
 
@@ -100,7 +99,6 @@ class Neighbour:
             self.client.put_inline(key, key * 128)
 
     def get_inline(self, number: int) -> object:
-        """Get a block over gRPC."""
         return self.client.get_inline(self.keys[number % len(self.keys)], PAGE)
 
     def put_and_get(self, number: int) -> object:
@@ -259,11 +257,9 @@ class Beside:
         return self
 
     def descriptors(self) -> int:
-        """The node's number of descriptors."""
         return len(list(Path(f"/proc/{self.node.pid}/fd").iterdir()))
 
     def memory_bytes(self) -> int:
-        """The node's memory."""
         return _memory_bytes(self.node)
 
     def memory_beyond_elsewhere(self) -> int:
@@ -271,7 +267,6 @@ class Beside:
         return _memory_bytes(self.node) - _memory_bytes(self._elsewhere)
 
     def audited(self) -> list[dict[str, Any]]:
-        """The lines of its audit log."""
         return [json.loads(line) for line in self.audit.read_text().splitlines()]
 
     def close(self) -> None:

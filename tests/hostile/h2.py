@@ -32,7 +32,6 @@ _WINDOW_MAX = (1 << 31) - 1 - 65_535
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """Any frame."""
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
@@ -55,7 +54,6 @@ def reset(stream: int) -> bytes:
 
 
 def data(stream: int, message: bytes, *, ends: bool = False) -> bytes:
-    """A gRPC message."""
     body = b"\x00" + struct.pack(">I", len(message)) + message
     return frame(_DATA, _END_STREAM if ends else 0, stream, body)
 

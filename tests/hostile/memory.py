@@ -134,7 +134,6 @@ class Unclosed:
         return getattr(self._slots, name)
 
     def close(self) -> None:
-        """Close the descriptors only."""
         os.close(self._slots.node_doorbell)
         os.close(self._slots.own_doorbell)
 

@@ -83,11 +83,9 @@ class Caller:
         return told
 
     def members(self) -> object:
-        """The zones of a cluster's members, by their addresses."""
         return {one.node: one.zone for one in self._client.nodes.map.members}
 
     def owners(self, name: str, count: int) -> object:
-        """The owners of each block."""
         return [self._client.owners(key) for key in self._keys(name, count)]
 
     def status(self) -> object:
@@ -95,7 +93,6 @@ class Caller:
         return self._client.status().connections
 
     def inline(self, name: str) -> object:
-        """Put a block over gRPC, and get it."""
         key = block_key(name.encode())
         self._client.put_inline(key, name.encode())
         got = self._client.get_inline(key, len(name))

@@ -121,7 +121,6 @@ class Caller:
         return self.end()[0]
 
     def close(self) -> None:
-        """End the process."""
         self._process.end()
 
 

@@ -60,7 +60,6 @@ exec chroot "$root" sh -c 'cd "$0" && exec "$@"' "{ROOT}" "$@"
 
 
 def run(*words: str, given: str = "") -> str:
-    """Run a command, and return its output."""
     done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=_RUN_S, check=False)
     assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
     return done.stdout
@@ -102,11 +101,9 @@ class Process:
         return self._process.wait(within_s)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, such as SIGSTOP or SIGCONT."""
         self._process.send_signal(number)
 
     def end(self, *, kill: bool = False) -> int:
-        """End the process."""
         if kill:
             self._process.kill()
         else:
@@ -124,8 +121,6 @@ class Process:
 
 
 class Host:
-    """One machine."""
-
     def __init__(self, network: Network, name: str, number: int, mtu: int) -> None:
         self.name, self._network, self._processes = name, network, list[Process]()
         self.ipv4, self.ipv6 = f"10.77.0.{number}", f"fd77::{number:x}"
@@ -163,7 +158,6 @@ class Host:
         run("ip", "link", "set", self.plug, "down")
 
     def plug_in(self) -> None:
-        """Reconnect it."""
         run("ip", "link", "set", self.plug, "up")
 
     def firewall(self, allowed: str = "", *, lossy_per_mille: int = 0, cut: str = "") -> None:
@@ -193,7 +187,6 @@ class Host:
         )
 
     def start(self, *words: str, environment: dict[str, str] | None = None) -> Process:
-        """Start a process on it."""
         own = (
             "unshare",
             "--mount",
@@ -215,11 +208,9 @@ class Host:
         return self.start(sys.executable, "-m", module, *words)
 
     def log(self) -> str:
-        """The standard error of its processes."""
         return (self.folder / "log").read_text()
 
     def remove(self) -> None:
-        """End its processes, and delete it."""
         for process in self._processes:
             process.end(kill=True)
         run("ip", "link", "delete", self.plug)  # the kernel takes its time over a namespace's own
@@ -236,7 +227,6 @@ class Network:
         run("ip", "link", "set", _BRIDGE, "up")
 
     def host(self, name: str) -> Host:
-        """A new host."""
         self.hosts[name] = Host(self, name, len(self.hosts) + 1, self._mtu)
         return self.hosts[name]
 

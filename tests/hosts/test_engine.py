@@ -68,7 +68,6 @@ class Engine:
         return said["answers"][0], said["cached"]
 
     def count(self, name: str) -> float:
-        """One of our metrics."""
         return float(self._ask(do="counts")[f"vllm:triggerkv_{name}"])
 
     def say_until_stored(self, blocks: int) -> None:
@@ -79,7 +78,6 @@ class Engine:
             self.say([7])
 
     def end(self) -> None:
-        """End the process."""
         self._process.end(kill=True)
 
 

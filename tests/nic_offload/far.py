@@ -49,8 +49,6 @@ def way_to(near: Side, said: dict[str, Any]) -> Way:
 
 
 class Far:
-    """The other process."""
-
     def __init__(self, provider: str, length: int) -> None:
         if provider == MEMORY:
             skip("the provider memory reaches no other process")
@@ -79,7 +77,6 @@ class Far:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self._needs_more_than_shm()
         self._end()
 

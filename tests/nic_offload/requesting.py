@@ -68,7 +68,6 @@ class RequesterRig:
             self.requester.stored(user, extent(key, **more))
 
     def finish_all(self) -> None:
-        """Complete all open tickets."""
         for ticket in tuple(self.fetcher.tickets):
             del self.fetcher.tickets[ticket]
             self.requester.finished(ticket)

@@ -176,7 +176,6 @@ class Side:
         return [EventKind(event.kind) for event in self.of(tag)]
 
     def finals(self) -> dict[int, Event]:
-        """The final events so far, by tag."""
         return {event.tag: event for event in self.events if event.kind in FINAL}
 
     def final(self, tag: int, seconds: float = WAIT_S) -> Event:

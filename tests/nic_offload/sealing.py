@@ -90,7 +90,6 @@ class Forger:
         self._end(self._way.put(next(self._tags), len(data), target=offset))
 
     def word(self, target: int, value: int) -> None:
-        """Write a word anywhere."""
         way = self._way
         self._end(
             TriggeredNotify(next(self._tags), way.endpoint, way.peer, target, way.key, value),

@@ -80,7 +80,6 @@ class ColdRig(ShelfRig):
         )
 
     def on_drive(self, number: int, page: int, **fields: Any) -> None:
-        """Store a block on the drive only."""
         assert self.path is not None
         self.write(page, self.record(number, page, **fields))
         self.place(number, page)
@@ -92,7 +91,6 @@ class ColdRig(ShelfRig):
             file.write(data)
 
     def spoil(self, at: int) -> None:
-        """Flip a bit of the drive."""
         assert self.path is not None
         with self.path.open("r+b") as file:
             file.seek(at)

@@ -48,7 +48,6 @@ Extents = list[tuple[int, int]]
 
 
 def some_pieces(region: Region, dice: random.Random, count: int, length_max: int) -> tuple[Pieces, Extents]:
-    """Pieces at scattered offsets."""
     extents = []
     for _ in range(count):
         length = dice.randrange(1, length_max)

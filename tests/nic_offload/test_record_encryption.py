@@ -78,8 +78,6 @@ def cipher_of(vault: Vault) -> RecordCipher:
 
 
 class EncryptedLane(LaneDrive):
-    """A lane that encrypts."""
-
     def __init__(self, rig: GrantRig, path: Path, vault: Vault, flags: int = os.O_RDWR) -> None:
         super().__init__(rig, path, flags)
         self.lane = Lane(rig.pair.far.fabric, TAG, self._fd, 4, BYTES_MAX, FORMAT, cipher_of(vault))

@@ -126,14 +126,12 @@ class Client:
         return group, self.caller.call(call, b"", packed, wanted)
 
     def say_served(self, block: int) -> None:
-        """Acknowledge a block as sent."""
         say(self.pair, block, 100 + block, SERVED)
 
     def targets(self, blocks: Sequence[Wanted]) -> list[int]:
         return [TARGETS + sum(one.got_bytes for one in blocks[:i]) for i in range(len(blocks))]
 
     def asked(self, place: int = 0) -> wire.Call:
-        """Wait for the call in a place."""
         wait_until(lambda: landed(self.pair, place) == self.calls[place], "the call")
         start = wire.call_offset(place)
         length = wire.length_said(self.pair.far.bytes_at(start, wire.LENGTH_END))

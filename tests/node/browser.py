@@ -59,7 +59,6 @@ class Browser:
         os.close(self._from)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Execute a command; returns its answer."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": parameters}
         if self._session:
@@ -101,18 +100,15 @@ class Browser:
         self.wait("document.title.startsWith('kvstore ')")
 
     def wait(self, condition: str, timeout_s: float = 20.0) -> None:
-        """Wait until an expression is true."""
         deadline = time.monotonic() + timeout_s
         while not self.run(f"!!({condition})"):
             assert time.monotonic() < deadline, (condition, self.complaints, self.text("body"))
             time.sleep(0.02)
 
     def text(self, selector: str) -> str:
-        """The visible text of an element."""
         return str(self.run(f"document.querySelector({json.dumps(selector)}).innerText"))
 
     def click(self, script: str) -> None:
-        """Click on the element that an expression returns."""
         self.run(f"({script}).click()")
 
     def picture(self, path: Path, width: int, height: int, *, dark: bool = False) -> None:

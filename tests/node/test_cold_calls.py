@@ -49,7 +49,6 @@ class Cold:
         self.region = self.client.register(self.memory)
 
     def get(self, *keys: bytes, **more: Any) -> list[Hit | Miss]:
-        """Get blocks, and compare their bytes."""
         self.memory[:] = bytes(len(self.memory))
         wanted = [Block(key, self.region, at * LENGTH, LENGTH) for at, key in enumerate(keys)]
         found = self.client.get(wanted, **({"timeout_s": WAIT_S} | more))

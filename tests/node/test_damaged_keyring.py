@@ -39,7 +39,6 @@ def got(client: Client, user: str) -> bytes | MissReason:
 
 
 def slot_of(path: Path, domain: bytes) -> int:
-    """The number of a domain's slot."""
     raw = path.read_bytes()
     return (raw.index(domain, 8192) - 8192) // 128
 

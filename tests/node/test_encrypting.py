@@ -91,7 +91,7 @@ def test_a_plain_drive_is_encrypted_under_load_and_across_kills(tmp_path: Path) 
         node.start()
         seen = [clear_bytes(data)]  # at once: a command may take longer than the encryption
         chance = random.Random(7)
-        (drive,) = status(data)["clear"]
+        (drive,) = status(data)["in_the_clear"]
         assert drive["drive"] == 0
         assert drive["bytes"] <= seen[0]
         for kill in range(KILLS):

@@ -42,7 +42,6 @@ class Memory:
 
     @property
     def wiped(self) -> list[int]:
-        """The overwritten pages."""
         pages = range(0, len(self.bytes), PAGE_BYTES)
         return [at // PAGE_BYTES for at in pages if not any(self.bytes[at : at + PAGE_BYTES])]
 

@@ -21,12 +21,10 @@ ACME, ZETA = b"acme".ljust(16, b"."), b"zeta".ljust(16, b".")
 
 
 def master(first: int = 0) -> LocalMaster:
-    """One of several master keys."""
     return LocalMaster(bytearray(range(first, first + 32)))
 
 
 def user(number: int) -> bytes:
-    """The domain of a user."""
     return b"user" + number.to_bytes(12, "little")
 
 
@@ -36,7 +34,6 @@ def at(number: int) -> slice:
 
 
 def users(*numbers: int, tenant: bytes = ACME) -> list[Name]:
-    """Names of several users' domains."""
     return [(tenant, user(number)) for number in numbers]
 
 
@@ -81,11 +78,9 @@ class Memory:
 
     @property
     def pages(self) -> int:
-        """Whole pages."""
         return len(self.now) // PAGE_BYTES
 
     def read(self, page: int, count: int) -> bytes:
-        """Read the pages as last written."""
         return bytes(self.now[page * PAGE_BYTES : (page + count) * PAGE_BYTES]).ljust(
             count * PAGE_BYTES, b"\0"
         )
@@ -118,7 +113,6 @@ class Memory:
         self._step("write")
 
     def sync(self) -> None:
-        """Make all writes durable."""
         self._step("sync")
         self.durable[:] = self.now
         self.pending.clear()
@@ -152,7 +146,6 @@ class Memory:
 
 
 def new_keyring(slots_max: int = KEYRING_SLOTS_MAX, *, steps: int = 1 << 30) -> tuple[Keyring, Memory]:
-    """An empty keyring in memory."""
     file = Memory(new_image(master(), STORE, FakeClock()), steps)
     return opened(file, slots_max=slots_max), file
 
@@ -164,6 +157,5 @@ def opened(file: Memory | bytes, first: int = 0, *, slots_max: int = KEYRING_SLO
 
 
 def keys_of(keyring: Keyring, names: list[Name]) -> dict[Name, bytes | None]:
-    """The keys of these domains."""
     found = {name: keyring.domain(*name) for name in names}
     return {name: None if key is None else bytes(key.key) for name, key in found.items()}

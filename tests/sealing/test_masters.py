@@ -19,7 +19,6 @@ ID = LocalMaster(bytearray(KEY)).id
 
 
 def private(path: Path, data: bytes, mode: int = 0o600) -> Path:
-    """A file with a mode."""
     path.write_bytes(data)
     path.chmod(mode)
     return path

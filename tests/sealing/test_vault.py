@@ -43,7 +43,6 @@ class FakeVault(ThreadingHTTPServer):
         self.stop = Event()
 
     def transit(self, what: str, body: dict[str, str]) -> tuple[int, dict[str, Any]]:
-        """Encrypt or decrypt."""
         associated = b64decode(body["associated_data"])
         if what == "encrypt":
             nonce = secrets.token_bytes(12)
@@ -90,7 +89,6 @@ class _Calls(BaseHTTPRequestHandler):
 
 @contextmanager
 def running(context: ssl.SSLContext | None = None) -> Iterator[FakeVault]:
-    """A Vault on a port of its own."""
     server = FakeVault()
     if context is not None:
         server.socket = context.wrap_socket(server.socket, server_side=True)
@@ -107,14 +105,12 @@ def running(context: ssl.SSLContext | None = None) -> Iterator[FakeVault]:
 
 @pytest.fixture
 def vault() -> Iterator[FakeVault]:
-    """A Vault without TLS."""
     with running() as server:
         yield server
 
 
 @pytest.fixture
 def token(tmp_path: Path) -> Path:
-    """The file with its token."""
     path = tmp_path / "token"
     path.write_text(f"{TOKEN}\n")
     return path

@@ -29,7 +29,6 @@ def homed(rig: StoreRig, position: int, count: int = 1, start: int = 1000) -> li
 
 
 def holders(rig: StoreRig, number: int) -> list[int]:
-    """The drives that have a block."""
     return [
         position
         for position, drive in enumerate(rig.store.drives)
@@ -43,7 +42,6 @@ def user_drive(rig: StoreRig) -> int:
 
 
 def fail(rig: StoreRig, position: int, fault: int = -errno.EIO) -> None:
-    """Make a drive's next write fail, and cause one."""
     disk = rig.disks[position]
     disk.faults = {disk.operations: fault}
     assert rig.put(homed(rig, position, start=90_000)[0], b"x").error is not None

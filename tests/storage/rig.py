@@ -54,7 +54,6 @@ def key(number: int) -> bytes:
 
 
 def name(number: int) -> bytes:
-    """A session."""
     return number.to_bytes(16, "little")
 
 
@@ -126,12 +125,10 @@ class StoreRig:
 
     @property
     def drive(self) -> Drive:
-        """The first one."""
         return self.store.drives[0]
 
     @property
     def disk(self) -> FakeDisk | None:
-        """The first one, if it is a fake one."""
         return self.disks[0] if self.disks else None
 
     @disk.setter
@@ -282,7 +279,6 @@ class StoreRig:
         return self._settled(self.start_step(number, SessionStep.REMOVE, delete_blocks=delete_blocks))
 
     def session(self, number: int) -> list[int] | None:
-        """The blocks that a session names."""
         keys = self.store.manifests.keys(SessionName(TENANT, USER, name(number)))
         return None if keys is None else [int.from_bytes(one, "little") for one in keys]
 
@@ -296,11 +292,9 @@ class StoreRig:
         return done, b"" if done.miss else ctypes.string_at(address + HEADER_BYTES, done.length)
 
     def get_miss(self, number: int) -> bool:
-        """Whether a get of the block misses."""
         return self.get(number)[0].miss is not None
 
     def change_session(self, item: SessionItem) -> SessionDone:
-        """Do a step of any session."""
         tag = self._take_tag()
         self.store.change_sessions([item._replace(tag=tag)], self._sessions_done)
         return self._settled(tag)
@@ -316,7 +310,6 @@ class StoreRig:
         return item
 
     def settle(self) -> None:
-        """Poll until everything is answered."""
         waited_ms = turns = 0
         while self.is_busy():
             self.step_lanes()

@@ -258,7 +258,6 @@ class Life:
         self.rig.clock.now_ms += self.rng.randrange(5)
 
     def hear(self) -> None:
-        """Process the reported results."""
         expected = self.expected
         for tag in [tag for tag in self.pending_puts if tag in self.rig.put_done]:
             put = self.pending_puts.pop(tag)

@@ -63,7 +63,6 @@ def refused(rig: StoreRig, kind: type[Exception], match: str, *, without: tuple[
 
 
 def stored(rig: StoreRig) -> set[int]:
-    """The stored blocks, each exact."""
     found = set()
     for number, payload in PAYLOADS.items():
         done, got = rig.get(number)

@@ -33,7 +33,6 @@ FIT = RECORDS_PAGES // PAYLOAD_PAGES
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
-    """A store of half a mebibyte."""
     monkeypatch.setattr("kvstore.storage.superblock.DRIVE_CAPACITY_BYTES_MIN", 1)
     rig = StoreRig(tmp_path / "data", FakeDisk(capacity=PAGES * PAGE_BYTES))
     rig.open()

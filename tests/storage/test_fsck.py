@@ -54,7 +54,6 @@ def is_whole(rig: StoreRig) -> None:
 
 
 def tamper(rig: StoreRig, change: Callable[[Index], object]) -> None:
-    """Change the index of a closed store."""
     index = Index(rig.data / "index-0", 0)
     change(index)
     index.abandon()

@@ -65,7 +65,6 @@ def erase(rig: StoreRig) -> list[DeleteDone]:
 
 
 def reopen(rig: StoreRig) -> None:
-    """After a clean close."""
     assert rig.disk is not None
     rig.disk = FakeDisk(rig.disk.pages)
     rig.open()

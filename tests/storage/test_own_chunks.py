@@ -60,7 +60,6 @@ def chunks(rig: StoreRig) -> int:
 
 
 def has_others(rig: StoreRig) -> bool:
-    """Whether the other user's session is complete."""
     keys = rig.store.manifests.keys(SessionName(TENANT, OTHER, name(1)))
     return keys == [key(number) for number in range(COUNT)]
 
