@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvstore.sealing import slots
-from tests.sealing.test_stranger import PAGE
+from tests.sealing.test_independent_reader import PAGE
 
 ROOT, SLOTS, HEADER = (
     [bytes.fromhex(part.replace("\n", "")) for part in block.strip().split("\n\n")]
