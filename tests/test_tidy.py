@@ -94,6 +94,7 @@ PLANTED = [
     ("no_path_of_somebodys_machine", ".ci/run", "cd /wo" + "rk/x", ".ci/run:2"),
     ("proto_and_deploy_hold_no_python", "proto/a.py", "", "proto/a.py"),
     ("proto_and_deploy_hold_no_python", "deploy/x/a.py", "", "deploy/x/a.py"),
+    ("ci_makes_what_tests_need", "tests/a.py", 'skip("there is ' + 'no x: make tool")', "does not make tool"),
     ("readme_links_lead_somewhere", "README.md", "[x](docs/none.md#part)", "docs/none.md"),
 ]
 

@@ -446,6 +446,22 @@ def proto_and_deploy_hold_no_python(root: Path) -> Iterator[Breach]:
         yield f"{name}: no Python here"
 
 
+def ci_makes_what_tests_need(root: Path) -> Iterator[Breach]:
+    """What tests are skipped without, if `make` can fetch it, is made by `.ci/run` or for `make test`."""
+    lists = {".ci/run": r"^make ([a-z -]+)", "Makefile": r"^test: ([a-z -]+)"}
+    texts = {name: (root / name).read_text() for name in lists if (root / name).is_file()}
+    made = {
+        one
+        for name in texts
+        for row in re.findall(lists[name], texts[name], re.MULTILINE)
+        for one in row.split()
+    }
+    for name, path in _files(root, "tests/**/*.py"):
+        for tool in re.findall(r'"there is no [^"\n]*: make ([a-z-]+)"', path.read_text()):
+            if tool not in made:
+                yield f"{name}: .ci/run does not make {tool}, so these tests are skipped there"
+
+
 def readme_links_lead_somewhere(root: Path) -> Iterator[Breach]:
     """Every file that the pages link to exists."""
     for name, path in _files(root, "*.md", "docs/**/*.md"):
@@ -472,5 +488,6 @@ RULES: tuple[Callable[[Path], Iterator[Breach]], ...] = (
     no_file_is_dead,
     no_path_of_somebodys_machine,
     proto_and_deploy_hold_no_python,
+    ci_makes_what_tests_need,
     readme_links_lead_somewhere,
 )

@@ -7,6 +7,7 @@ parser is a finding, and so is a result that its own writer would not have writt
 from __future__ import annotations
 
 import asyncio
+import atexit
 import io
 import shutil
 import tempfile
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["SEEDS", "TARGETS", "WORDS"]
 
 _FOLDER: Final = Path(tempfile.mkdtemp(prefix="kvstore-fuzz-"))
+atexit.register(shutil.rmtree, _FOLDER, ignore_errors=True)
 _CODEC: Final = record.HeaderCodec(bytes(32), bytes(16))
 
 
