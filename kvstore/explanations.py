@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvstore.lookups import Lookup, Run
     from kvstore.wire.observing_pb2 import StatisticsResponse
 
-__all__ = ["ASKED", "Placed", "advice", "lookup_document", "numbered", "placed", "said"]
+__all__ = ["ASKED", "Placed", "advice", "lookup_document", "numbered", "outcome_text", "placed"]
 
 ASKED = {
     Kind.UNSPECIFIED: "look-up of {}",
@@ -29,7 +29,7 @@ ASKED = {
     Kind.GET: "got {} over gRPC",
     Kind.SESSION: "listed the session, {}",
 }
-SAID = {
+TEXTS = {
     Outcome.UNSPECIFIED: "mixed outcomes",
     Outcome.MEMORY: "in the node's memory",
     Outcome.DRIVE: "read from a drive",
@@ -78,7 +78,7 @@ DO = {
     " sessions`.",
     Outcome.ERASED: "The blocks were erased (`kvstore erase`); the audit log says when and for whom.",
 }
-assert set(SAID) == set(Outcome)
+assert set(TEXTS) == set(Outcome)
 assert set(ASKED) == set(Kind)
 assert set(DO) | HITS == set(Outcome)
 
@@ -120,9 +120,9 @@ def lookup_document(lookup: Lookup, first: int) -> dict[str, object]:
     }
 
 
-def said(run: Run, lookup: Lookup, now_ms: int) -> str:
+def outcome_text(run: Run, lookup: Lookup, now_ms: int) -> str:
     """The outcome of a run of blocks, and when it happened."""
-    text = SAID[run.outcome]
+    text = TEXTS[run.outcome]
     if run.gone_unix_ms:
         before = "" if run.blocks == 1 else "the first of them "
         text += f" {before}{show_time(now_ms - run.gone_unix_ms)} ago"

@@ -199,9 +199,9 @@ class Asking:
                 )
                 return
             metadata = (*asked.metadata, *metadata_of(watch))
-            get.tell_loss(partial(self._lookups.lost, request_id, Kind.FETCH, began_ns))
+            get.on_loss(partial(self._lookups.lost, request_id, Kind.FETCH, began_ns))
             if span is not None:
-                get.tell_taken(span.taken)
+                get.on_taken(span.taken)
             call = (
                 None
                 if link.calls is None

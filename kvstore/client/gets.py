@@ -339,11 +339,11 @@ class Get:
     def _is_taken(self) -> bool:
         return self.group.row(len(self._blocks)).code == AnswerCode.DONE
 
-    def tell_loss(self, lost: Lost) -> None:
+    def on_loss(self, lost: Lost) -> None:
         """Called with all outcomes if the node accepts the call and then is lost, or if blocks don't arrive in time."""
         self._lost = lost
 
-    def tell_taken(self, taken: Callable[[int], object]) -> None:
+    def on_taken(self, taken: Callable[[int], object]) -> None:
         """Notify this when the node accepted the call, before any outcome is reported."""
         self._taken = taken
 

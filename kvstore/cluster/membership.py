@@ -187,7 +187,7 @@ class Membership:
         self._member = member
         self._tasks.append(asyncio.create_task(self._stay(member)))
 
-    async def say(self, state: str) -> None:
+    async def announce(self, state: str) -> None:
         """Change our state on the map; EtcdAway, and the state remains, if etcd did not confirm it.
 
         etcd may have written it all the same: then `_stay` writes the former state again.

@@ -19,7 +19,7 @@ from kvstore.client import Client
 from kvstore.commands.cluster_command import zones
 from kvstore.config import printable, show_size
 from kvstore.errors import KvError
-from kvstore.explanations import ASKED, advice, lookup_document, numbered, placed, said
+from kvstore.explanations import ASKED, advice, lookup_document, numbered, outcome_text, placed
 from kvstore.limits import CLUSTER_CALLS_AT_ONCE, LOOKUPS_LISTED_MAX
 from kvstore.lookups import HITS, Kind
 
@@ -135,7 +135,7 @@ def _lookup_lines(lookup: Lookup, first: int, now_ms: int) -> Iterator[str]:
     who = ", reported by the client" if lookup.by_caller else ""
     yield f"  {_date(lookup.at_unix_ms)}  {asked}{who}"
     rows = [
-        (_span(at, run.blocks), "hit " if run.outcome in HITS else "MISS", said(run, lookup, now_ms))
+        (_span(at, run.blocks), "hit " if run.outcome in HITS else "MISS", outcome_text(run, lookup, now_ms))
         for at, run in numbered(lookup, first)
     ]
     unseen = lookup.blocks - lookup.examined

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
     from kvstore.storage.drive import Drive
 
-__all__ = ["Sureness"]
+__all__ = ["CopyEligibility"]
 
 _BITS: Final = 10  # of a generation, within one row of bits
 
 
-class Sureness:
-    """Which blocks of a node may be copied."""
+class CopyEligibility:
+    """The blocks of a node that may be copied."""
 
     def __init__(self, drives: Sequence[Drive], tenure: Callable[[], int]) -> None:
         self._drives, self._tenure = drives, tenure
         self._since_tenure = 0
         self._since: dict[int, int] = {}  # by drive: its last generation when the tenure was first seen
-        self._told: dict[int, int] = {}  # bits of generations
+        self._copied: dict[int, int] = {}  # bits of generations
         self._live: dict[int, int] = {}  # of these, those found since the current scan began
 
     def is_sure(self, drive: Drive, generation: int) -> bool:
@@ -40,21 +40,21 @@ class Sureness:
         if generation > self._since[drive.number]:
             return True
         row, bit = generation >> _BITS, 1 << (generation & ((1 << _BITS) - 1))
-        if not self._told.get(row, 0) & bit:
+        if not self._copied.get(row, 0) & bit:
             return False
         self._live[row] = self._live.get(row, 0) | bit
         return True
 
-    def told(self, generation: int) -> None:
+    def note_copy(self, generation: int) -> None:
         """Note that a member that is sure of a block has it."""
         if self.note_tenure():
             row, bit = generation >> _BITS, 1 << (generation & ((1 << _BITS) - 1))
-            for rows in (self._told, self._live):
+            for rows in (self._copied, self._live):
                 rows[row] = rows.get(row, 0) | bit
 
-    def looked_at_all(self) -> None:
+    def end_scan(self) -> None:
         """Note the end of a scan of all blocks: those that it did not find are forgotten."""
-        self._told, self._live = self._live, {}
+        self._copied, self._live = self._live, {}
 
     def note_tenure(self) -> bool:
         """Record the present tenure; False if there is none. The sooner this is called, the more blocks are sure."""
@@ -63,5 +63,5 @@ class Sureness:
             # A lane holds earlier generations; after they are taken back, it gets later ones.
             self._since = {drive.number: drive.seal() for drive in self._drives}
             self._since_tenure = tenure
-            self._told, self._live = {}, {}
+            self._copied, self._live = {}, {}
         return bool(tenure)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.cluster.map import DRAINING
 from kvstore.errors import ProtocolError, TenantDenied
-from kvstore.explanations import ASKED, advice, lookup_document, placed, said
+from kvstore.explanations import ASKED, advice, lookup_document, outcome_text, placed
 from kvstore.limits import (
     LANDING_BYTES_MAX,
     TENANT_BYTES,
@@ -213,7 +213,7 @@ def misses(node: Node, asking: Tenant, tenant: bytes, reason: MissReason | None)
     for one, first in placed(lookups[::-1]):
         told = lookup_document(one, first)
         told["asked"] = ASKED[one.kind].format("1 block" if one.blocks == 1 else f"{one.blocks} blocks")
-        told["sentences"] = [said(run, one, now_ms) for run in one.runs]
+        told["sentences"] = [outcome_text(run, one, now_ms) for run in one.runs]
         shown.append(told)
     return {
         "now_unix_ms": now_ms,

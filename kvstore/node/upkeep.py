@@ -42,7 +42,7 @@ from kvstore.limits import (
     UPKEEP_SETTLE_MS,
 )
 from kvstore.names import SHARED, UNSAID, fits_domain
-from kvstore.node.copy_eligibility import Sureness
+from kvstore.node.copy_eligibility import CopyEligibility
 from kvstore.node.landing import pages_of
 from kvstore.node.upkeep_service import UPKEEP, Waited
 from kvstore.storage.items import GetItem
@@ -126,7 +126,7 @@ class Upkeep:
         self.replicas = replicas
         self._node, self._tenants, self._membership = node, tenants, membership
         self.waited = Waited(node.clock)
-        self.sureness = Sureness(node.store.drives, lambda: membership.tenure)
+        self.eligibility = CopyEligibility(node.store.drives, lambda: membership.tenure)
         self._peers = peers
         self.found = Found()  # by the current scan, so far
         self.ended = Found()  # by the last complete one
@@ -215,7 +215,7 @@ class Upkeep:
         until_s = loop.time() + within_ms / 1000
         while self._membership.digest == digest and (left_s := until_s - loop.time()) > 0:
             await self._membership.later_than(self._membership.map.revision, left_s)
-            self.sureness.note_tenure()
+            self.eligibility.note_tenure()
         return self._membership.digest != digest
 
     # --- scanning
@@ -234,7 +234,7 @@ class Upkeep:
                     await self._keep_up(blocks)
                 if self._membership.digest != digest:
                     raise _Changed
-        self.sureness.looked_at_all()
+        self.eligibility.end_scan()
         if self.found.one_copy:
             log.info("%d blocks have one copy", self.found.one_copy)
         self._peers.keep({one.node for one in self._membership.map.members})
@@ -250,7 +250,7 @@ class Upkeep:
             replicas = min(replicas or self.replicas, REPLICAS_MAX) if tenant else 0
             if (replicas > 1 or (replicas and is_draining)) and not 0 < entry.expires_ms <= now_ms:
                 owners = now.owners(self._tenants.placed_as(tenant).encode(), name[1])[:replicas]
-                is_sure = self.sureness.is_sure(drive, entry.generation)
+                is_sure = self.eligibility.is_sure(drive, entry.generation)
                 blocks.append(Block(name, tenant, entry, owners, is_sure))
                 if len(owners) < replicas:
                     self.found.one_copy += 1
@@ -301,7 +301,7 @@ class Upkeep:
             for block, said in zip(some, told, strict=True):
                 has[owner, block.name] = said
                 if said == pb.OFFERED_STORED_SURELY and not block.is_sure:
-                    self.sureness.told(block.entry.generation)
+                    self.eligibility.note_copy(block.entry.generation)
         return has
 
     # --- asking and copying

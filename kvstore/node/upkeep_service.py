@@ -149,7 +149,7 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
         for block, name, entry in zip(request.blocks, names, store.lookup(names), strict=True):
             if entry is not None and not 0 < entry.expires_ms <= now_ms:
                 drive = store.drive_of(entry.generation)
-                is_sure = drive is not None and upkeep.sureness.is_sure(drive, entry.generation)
+                is_sure = drive is not None and upkeep.eligibility.is_sure(drive, entry.generation)
                 said = pb.OFFERED_STORED_SURELY if is_sure else pb.OFFERED_STORED
             elif store.is_putting(name):
                 said = pb.OFFERED_STORED
@@ -224,7 +224,7 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
             refusal = "" if request.undo else upkeep.why_not_drained()
             state = "" if request.undo or refusal else DRAINING
             if membership.state != state:
-                await membership.say(state)
+                await membership.announce(state)
             if refusal:
                 raise ProtocolError(f"The node can't be drained: {refusal}. Add a node first.")
             if upkeep.has_drained:

@@ -311,7 +311,7 @@ class Process:
             await self.membership.close(for_good=for_good)
 
     def put(self, name: Name, length: int) -> None:
-        is_noted = self.upkeep.sureness._since_tenure == self.membership.tenure
+        is_noted = self.upkeep.eligibility._since_tenure == self.membership.tenure
         self.store.put(name, length, self._tenure if is_noted else None)
 
     async def delete(self, name: Name) -> tuple[int, str]:

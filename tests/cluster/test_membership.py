@@ -509,9 +509,9 @@ def test_a_node_drained_and_then_lost_is_not_awaited_and_does_not_return() -> No
         one, other, third = (Process(etcd, rng, name, port) for port, name in enumerate("abc", 1))
         await asyncio.sleep(2)
         for drained in (other, third):
-            await drained.membership.say(DRAINING)
+            await drained.membership.announce(DRAINING)
             await drained.membership.note_drained()
-        await third.membership.say("")
+        await third.membership.announce("")
         await third.membership.note_drained()  # by a map that still has it as draining
         for lost in (other, third):
             await lost.end(kindly=False)
@@ -532,8 +532,8 @@ def test_a_record_that_a_node_was_drained_does_not_overtake_its_return() -> None
         etcd = FakeEtcd()
         one = Process(etcd, random.Random(seed), "a", 1).membership
         await asyncio.sleep(2)
-        await one.say(DRAINING)
-        await asyncio.gather(one.note_drained(), one.say(""))
+        await one.announce(DRAINING)
+        await asyncio.gather(one.note_drained(), one.announce(""))
         record, _ = etcd.values[b"/triggerkv/test/known/a"]
         assert Member.decoded(record).state == ""
 
@@ -551,7 +551,7 @@ def test_a_drain_that_etcd_has_not_confirmed_has_no_effect(*, is_written: bool) 
         one, other = (Process(etcd, rng, name, port) for port, name in enumerate("ab", 1))
         await asyncio.sleep(2)
         one.way.is_away = not is_written
-        said, revision = asyncio.create_task(one.membership.say(DRAINING)), etcd.revision
+        said, revision = asyncio.create_task(one.membership.announce(DRAINING)), etcd.revision
         while is_written and etcd.revision == revision:  # noqa: ASYNC110 - time is simulated
             await asyncio.sleep(0.001)
         one.way.is_away = True
@@ -563,7 +563,7 @@ def test_a_drain_that_etcd_has_not_confirmed_has_no_effect(*, is_written: bool) 
         await asyncio.sleep(SETTLED_S)
         assert other.told.names == {"a", "b"}
         assert not other.told.draining
-        await one.membership.say(DRAINING)
+        await one.membership.announce(DRAINING)
         await asyncio.sleep(SETTLED_S)
         assert len(other.told.draining) == 1
         leases.cancel()

@@ -95,7 +95,7 @@ class SimulatedHomes:
             await node.end(kindly=rng.random() < 0.5)
         elif rng.random() < 0.3:
             with suppress(EtcdAway):
-                await node.membership.say("" if node.membership.state else DRAINING)
+                await node.membership.announce("" if node.membership.state else DRAINING)
         else:
             node.way.is_away = not node.way.is_away
         await asyncio.sleep(rng.random() * rng.choice((0.1, 3, 12)))

@@ -198,7 +198,7 @@ class RepairHistory:
             self.network.is_cut ^= {frozenset((one.member.node, other))}
         elif what == "drain":
             with suppress(EtcdAway):
-                await one.membership.say("" if one.membership.state else DRAINING)
+                await one.membership.announce("" if one.membership.state else DRAINING)
         elif what == "full":
             one.store.is_full = not one.store.is_full
         await asyncio.sleep(rng.random() * rng.choice((0.1, 4, 16)))
@@ -229,7 +229,7 @@ class RepairHistory:
                     continue
                 for name in one.store.blocks.keys() - self.deleting:
                     having = {member.name for member, store in self.stores.items() if name in store.blocks}
-                    is_sure = one.upkeep.sureness.is_sure(
+                    is_sure = one.upkeep.eligibility.is_sure(
                         cast("Any", one.store), one.store.blocks[name].generation
                     )
                     if is_sure and self.stored.get(name, inf) < loop.time() - OLD_MAP_S:

@@ -30,7 +30,7 @@ def test_a_tenure_continues_if_every_map_had_the_node(meanwhile: str, *, is_kept
         one.way.is_away = True  # until all has happened
         if meanwhile == "drained":
             one.way.is_away = False
-            await membership.say(DRAINING)
+            await membership.announce(DRAINING)
             await membership.note_drained()
             one.way.is_away = True
         backup = etcd.state()

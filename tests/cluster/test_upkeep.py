@@ -22,7 +22,7 @@ from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.errors import Closed, KvError, NodeUnavailable, TenantDenied
 from kvstore.limits import UPKEEP_ASKED_BLOCKS, UPKEEP_WAITED_BLOCKS_MAX, UPKEEP_WAITED_MS
 from kvstore.names import SHARED, block_key
-from kvstore.node.copy_eligibility import Sureness
+from kvstore.node.copy_eligibility import CopyEligibility
 from kvstore.node.tenants import token_digest
 from kvstore.node.upkeep import Block, Pace, Upkeep, lacking
 from kvstore.node.upkeep_service import Waited
@@ -503,25 +503,25 @@ class Drive:
 
 def test_a_block_is_sure_if_it_arrived_under_the_lease_or_was_confirmed_by_a_sure_node() -> None:
     drive, lease = Drive(), [0]
-    sureness = Sureness([drive], lambda: lease[0])  # type: ignore[list-item]
+    eligibility = CopyEligibility([drive], lambda: lease[0])  # type: ignore[list-item]
 
     def is_sure(generation: int) -> bool:
-        return sureness.is_sure(drive, generation)  # type: ignore[arg-type]
+        return eligibility.is_sure(drive, generation)  # type: ignore[arg-type]
 
-    sureness.told(5)
+    eligibility.note_copy(5)
     assert not any(map(is_sure, range(20))), "it is not on the map"
     lease[0] = 7
     assert [one for one in range(20) if is_sure(one)] == list(range(11, 20))
     assert drive.seals == 1
-    sureness.told(5)
+    eligibility.note_copy(5)
     assert is_sure(5)
-    sureness.looked_at_all()
+    eligibility.end_scan()
     assert is_sure(5)
-    sureness.looked_at_all()
-    sureness.looked_at_all()
+    eligibility.end_scan()
+    eligibility.end_scan()
     assert not is_sure(5), "it was not met any more"
     drive.last_generation = 15
-    sureness.told(5)
+    eligibility.note_copy(5)
     lease[0] = 8
     assert [one for one in range(20) if is_sure(one)] == list(range(16, 20)), "all begins anew"
     lease[0] = 0
