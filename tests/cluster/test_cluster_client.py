@@ -440,7 +440,7 @@ def test_with_one_node_left_two_copies_are_not_promised(tmp_path: Path) -> None:
     ):
         (result,) = client.put_many_inline([(block_key(b"one"), b"its bytes")])
         assert isinstance(result.error, NodeUnavailable)
-        assert "2 copies are wanted" in str(result.error)
+        assert "2 copies are required" in str(result.error)
         with pytest.raises(NodeUnavailable):
             client.put_inline(block_key(b"two"), b"its bytes")
         assert client.get_inline(block_key(b"one"), 9) == b"its bytes"

@@ -207,7 +207,7 @@ def test_the_outcome_of_a_prefix_is_decoded_as_encoded(miss: Miss | None) -> Non
         count_of(count_bytes(7, 1024, miss), 8)
     with pytest.raises(ProtocolError, match="no leases"):
         leases_of(count_bytes(7, 1024, miss), 7)
-    with pytest.raises(ProtocolError, match="how many"):
+    with pytest.raises(ProtocolError, match="number of stored blocks"):
         count_of(leases_bytes(7, [Leased(1, False, 2, 3, 4)]), 7)
     with pytest.raises(QuotaExceeded):
         count_of(error_bytes(7, QuotaExceeded("Nothing may go.")), 7)
