@@ -81,6 +81,7 @@ int tk_fabric_event_fd(struct tk_fabric *fabric);
 #define TK_IPV4 4	     /* addresses are socket addresses of IPv4 */
 #define TK_IPV6 8	     /* ... of IPv6 */
 #define TK_HAS_DOMAINS 16    /* it may have up to TK_DOMAINS_MAX domains */
+#define TK_TAKES_DEVICES 32  /* memory of a GPU can be registered */
 #define TK_DOMAINS_MAX 16    /* each is polled in each round of the thread: 0.1 us with net */
 int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name);
 int tk_fabric_reap(struct tk_fabric *fabric, struct tk_event *out, int out_max);
@@ -117,11 +118,12 @@ int tk_peer_add(struct tk_fabric *fabric, uint32_t domain, const void *address, 
 int tk_peer_remove(struct tk_fabric *fabric, uint32_t domain, uint64_t peer);
 
 /* `access`: what peers may do. If the provider binds memory to endpoints, they may do it only through `endpoint`, and
- * the access ends with it. */
+ * the access ends with it. `gpu`: the CUDA device that has the memory, or TK_HOST. */
+#define TK_HOST -1
 #define TK_REMOTE_WRITE 1
 #define TK_REMOTE_READ 2
 int tk_region_open(struct tk_fabric *fabric, struct tk_endpoint *endpoint, void *address, size_t length,
-		   uint32_t access, struct tk_region **out);
+		   uint32_t access, int gpu, struct tk_region **out);
 int tk_region_close(struct tk_region *region);
 uint64_t tk_region_key(struct tk_region *region);
 uint64_t tk_region_base(struct tk_region *region);

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
-from nic_offload.device import Mapped
+from nic_offload.device import DeviceBytes, Mapped
 from nic_offload.errors import CudaUnavailable, DeviceError
 from nic_offload.nvrtc import compiled
 
@@ -55,6 +55,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
     "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
     "cuMemFree_v2": (c_uint64,),
+    "cuFlushGPUDirectRDMAWrites": (c_int, c_int),
     "cuMemsetD8_v2": (c_uint64, ctypes.c_ubyte, c_size_t),
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
     "cuModuleUnload": (c_void_p,),
@@ -69,6 +70,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 _NOT_READY, _NOT_SUPPORTED = 600, 801
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+_ORDER_OF_ARRIVALS = 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+_THIS_CONTEXT, _OWNER = 0, 100  # whose view of what NICs wrote into its memory
 _NON_BLOCKING = 1  # a stream that does not wait for the legacy default stream
 _NO_TIMING = 2
 _PORTABLE, _DEVICE_MAP, _IO_MEMORY = 1, 2, 4
@@ -98,6 +101,16 @@ class _CudaMapped(Mapped):
         if self._start:
             start, self._start = self._start, 0
             self._device.unmap(start)
+
+
+class _CudaBytes(DeviceBytes):
+    def __init__(self, device: CudaDevice, address: int) -> None:
+        self._device, self.address = device, address
+
+    def close(self) -> None:
+        if self.address:
+            address, self.address = self.address, 0
+            self._device.free(address)
 
 
 class _Event:
@@ -132,7 +145,8 @@ class CudaDevice:
         self._functions: dict[bytes, int] = {}
         self._loading = threading.Lock()
         self._writes_values = True
-        self._index = index
+        self.index = index
+        self._orders_arrivals: bool | None = None
         count, device, context = c_int(), c_int(), c_void_p()
         code = self._driver.cuInit(0) or self._driver.cuDeviceGetCount(byref(count))
         if code:
@@ -188,7 +202,7 @@ class CudaDevice:
     def current_stream(self) -> int:
         """PyTorch's current stream of the calling thread; the default stream in a process without PyTorch."""
         torch = sys.modules.get("torch")
-        return 0 if torch is None else int(torch.cuda.current_stream(self._index).cuda_stream)
+        return 0 if torch is None else int(torch.cuda.current_stream(self.index).cuda_stream)
 
     def map(self, address: int, length: int, *, io_memory: bool = False) -> Mapped:
         """Page-lock and map whole pages; `io_memory` is a NIC's doorbell."""
@@ -210,8 +224,27 @@ class CudaDevice:
         finally:
             self.call("cuMemHostUnregister", start)
 
+    def allocate(self, length: int) -> _CudaBytes:
+        """Take memory from the driver, beside PyTorch's."""
+        return _CudaBytes(self, self._made("cuMemAlloc_v2", c_uint64, length))
+
+    def free(self, address: int) -> None:
+        """Wait for the GPU, then free; if the GPU is gone there is nothing to free."""
+        try:
+            self.call("cuCtxSynchronize")
+        finally:
+            self.call("cuMemFree_v2", address)
+
+    def see_arrivals(self) -> None:
+        """Flush writes of NICs, unless the GPU has them in order."""
+        if self._orders_arrivals is None:
+            order = self._made("cuDeviceGetAttribute", c_int, _ORDER_OF_ARRIVALS, self._number)
+            self._orders_arrivals = order >= _OWNER
+        if not self._orders_arrivals:
+            self.call("cuFlushGPUDirectRDMAWrites", _THIS_CONTEXT, _OWNER)
+
     def copy(self, stream: int, copies: Iterable[Copy]) -> None:
-        """Queue copies, in either direction."""
+        """Queue copies, in any direction."""
         with self._here():
             run = self._driver.cuMemcpyAsync
             for target, source, length in copies:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
-__all__ = ["Copy", "Device", "Graph", "Mapped"]
+__all__ = ["Copy", "Device", "DeviceBytes", "Graph", "Mapped"]
 
 
 class Copy(NamedTuple):
-    """Bytes between the device's memory and mapped host memory, by address."""
+    """Bytes between the device's memory and mapped host memory, or within the device's, by address."""
 
     target: int
     source: int
@@ -35,6 +35,12 @@ class Mapped(Handle):
     """Host memory that is page-locked and mapped for the device until `close`, which waits for the device."""
 
     device_address: int
+
+
+class DeviceBytes(Handle):
+    """Memory of the device itself, until `close`, which waits for the device. No CPU touches it."""
+
+    address: int
 
 
 class Graph(Protocol):
@@ -48,6 +54,8 @@ class Graph(Protocol):
 class Device(Protocol):
     """One device. Each kind of device has its own types of streams and events."""
 
+    index: int  # its number among the CUDA devices, by which a fabric registers its memory
+
     def open_stream(self) -> Any:
         """Create a stream; it ends with the device's handle."""
         ...
@@ -58,6 +66,14 @@ class Device(Protocol):
 
     def map(self, address: int, length: int) -> Mapped:
         """Page-lock and map host memory; DeviceError if there is not enough."""
+        ...
+
+    def allocate(self, length: int) -> DeviceBytes:
+        """Memory of the device's own; DeviceError if there is not enough."""
+        ...
+
+    def see_arrivals(self) -> None:
+        """Let work that is queued from now on see what a NIC has written into its memory."""
         ...
 
     def copy(self, stream: Any, copies: Iterable[Copy]) -> None:

@@ -100,20 +100,28 @@ static void free_fabric(struct tk_fabric *fabric)
 	free(fabric);
 }
 
+static int find_provider(struct tk_fabric *fabric, const char *provider, const char *node, uint32_t flags)
+{
+	const struct library *lib = fabric->library;
+	struct fi_info *hints = library_hints(lib, provider, flags);
+	if (!hints)
+		return -ENOMEM;
+	int status = lib->getinfo(library_version_asked(lib), node, NULL, node ? FI_SOURCE : 0, hints, &fabric->info);
+	lib->freeinfo(hints);
+	return status;
+}
+
 static int open_provider(struct tk_fabric *fabric, const char *provider, const char *node, uint32_t flags,
 			 char *message)
 {
-	const struct library *lib = fabric->library;
 	int deferred = !!(flags & TK_DEFERRED_WORK);
-	struct fi_info *hints = library_hints(lib, provider, deferred);
-	if (!hints)
-		return -ENOMEM;
 	library_environment(1);
-	int status = lib->getinfo(library_version_asked(lib), node, NULL, node ? FI_SOURCE : 0, hints, &fabric->info);
+	int status = find_provider(fabric, provider, node, flags);
+	if (status == -FI_ENODATA && flags & TK_DEVICE_MEMORY)
+		status = find_provider(fabric, provider, node, flags & ~(uint32_t)TK_DEVICE_MEMORY);
 	if (!status)
-		status = lib->fabric(fabric->info->fabric_attr, &fabric->fid, NULL);
+		status = fabric->library->fabric(fabric->info->fabric_attr, &fabric->fid, NULL);
 	library_environment(0);
-	lib->freeinfo(hints);
 	if (status)
 		return refused(fabric, message, fabric->info ? "opening the fabric" : "looking for the provider", status);
 	if (deferred && !library_defers_work(fabric->info->fabric_attr->prov_name))
@@ -255,7 +263,8 @@ int tk_fabric_traits(struct tk_fabric *fabric, char *provider_name)
 	return (fabric->order_max ? TK_FLAG_IN_MESSAGE : 0) |
 	       (format == FI_SOCKADDR_IN ? TK_IPV4 : format == FI_SOCKADDR_IN6 ? TK_IPV6 : 0) |
 	       (fabric->info->domain_attr->mr_mode & FI_MR_ENDPOINT ? TK_BINDS_MEMORY : 0) |
-	       (library_has_domains(fabric->info) ? TK_HAS_DOMAINS : 0);
+	       (library_has_domains(fabric->info) ? TK_HAS_DOMAINS : 0) |
+	       (fabric->info->caps & FI_HMEM ? TK_TAKES_DEVICES : 0);
 }
 
 /* A thread that does not answer may still use what it was given, so none of that is freed. */

@@ -5,7 +5,8 @@ one of our operations uses it, or while it is held because a peer may write to i
 endpoint is closed, nothing is received through it and nothing reads memory for it. Events are delivered in batches
 through one eventfd (`fileno`), never by a callback.
 
-What it doesn't do: memory of a GPU, which is sent through pinned host memory.
+What it doesn't do: touch memory of a GPU, which peers can write to where the provider has FI_HMEM. Puts read the
+host's memory only, because the CPU checksums them.
 """
 
 from __future__ import annotations
@@ -142,11 +143,13 @@ class Region(Handle):
         *,
         remote_write: bool,
         remote_read: bool,
+        gpu: int | None,
     ) -> None:
         self._pin = ffi.from_buffer(memory, require_writable=remote_write)
         self.address = int(ffi.cast("uintptr_t", self._pin))
         self.length = len(self._pin)
         self._memory, self._rights = memory, {"remote_write": remote_write, "remote_read": remote_read}
+        self.gpu = gpu  # whose memory it is; None: the host's
         self._named: dict[Endpoint, Region] = {}
         self._fabric = fabric
         self._lock = threading.Lock()
@@ -160,7 +163,8 @@ class Region(Handle):
         with fabric.closing:
             if fabric.closed:
                 raise FabricError("The fabric is closed; no memory can be registered.")
-            code = lib.tk_region_open(fabric.handle, through, pointer, self.length, access, out)
+            on = lib.TK_HOST if gpu is None else gpu
+            code = lib.tk_region_open(fabric.handle, through, pointer, self.length, access, on, out)
             if code:
                 raise FabricError.from_code(f"Registering {self.length} bytes of memory", code)
             self.handle: Any = out[0]
@@ -177,7 +181,9 @@ class Region(Handle):
         for other in [other for other in self._named if other.handle is None]:
             self._named.pop(other).close()
         if endpoint not in self._named:
-            self._named[endpoint] = self._fabric.register(self._memory, endpoint=endpoint, **self._rights)
+            self._named[endpoint] = self._fabric.register(
+                self._memory, endpoint=endpoint, gpu=self.gpu, **self._rights
+            )
         return self._named[endpoint]
 
     def _is_idle(self) -> bool:
@@ -345,7 +351,8 @@ class Fabric(Handle):
     With `deferred_work`, operations are handed to libfabric's own (`sockets`, `cxi`) as far as they fit; by default
     only where that is hardware. A call that has to wait for the progress thread waits for `answer_timeout_ms` at
     most; if the provider hangs, this call and all later ones raise `FabricStuck`. The provider `memory` reaches other
-    fabrics of the same process, and needs no libfabric.
+    fabrics of the same process, and needs no libfabric. With `device_memory`, a GPU's memory can be registered if the
+    provider has FI_HMEM (`takes_devices`).
     """
 
     def __init__(
@@ -356,6 +363,7 @@ class Fabric(Handle):
         work_max: int = WORK_MAX,
         answer_timeout_ms: int = ANSWER_TIMEOUT_MS,
         deferred_work: bool | None = None,
+        device_memory: bool = False,
     ) -> None:
         chosen = provider or load().best_provider()
         library = "its own" if chosen == MEMORY else f"libfabric {load().version}"
@@ -363,7 +371,7 @@ class Fabric(Handle):
         out = ffi.new("struct tk_fabric **")
         message = ffi.new("char[]", lib.TK_MESSAGE_BYTES)
         deferred = chosen == "cxi" if deferred_work is None else deferred_work
-        flags = lib.TK_DEFERRED_WORK if deferred else 0
+        flags = (lib.TK_DEFERRED_WORK if deferred else 0) | (lib.TK_DEVICE_MEMORY if device_memory else 0)
         answer_ns = answer_timeout_ms * 1_000_000
         code = lib.tk_fabric_open(chosen.encode(), node, work_max, answer_ns, flags, out, message)
         if code:
@@ -391,6 +399,7 @@ class Fabric(Handle):
         traits = lib.tk_fabric_traits(self.handle, name)
         self.flag_in_message = bool(traits & lib.TK_FLAG_IN_MESSAGE)
         self.binds_memory = bool(traits & lib.TK_BINDS_MEMORY)
+        self.takes_devices = bool(traits & lib.TK_TAKES_DEVICES)
         self.domains_max = int(lib.TK_DOMAINS_MAX) if traits & lib.TK_HAS_DOMAINS else 1
         # Of the addresses of its endpoints; 0: they are not IP addresses.
         self.ip_version = 4 if traits & lib.TK_IPV4 else 6 if traits & lib.TK_IPV6 else 0
@@ -458,13 +467,15 @@ class Fabric(Handle):
         remote_write: bool = True,
         remote_read: bool = False,
         endpoint: Endpoint | None = None,
+        gpu: int | None = None,
     ) -> Region:
         """Register memory, for our own operations and, if requested, for peers to write to or read from.
 
         Some NICs (cxi) bind memory to an endpoint: peers can access it only through that one, while it is open.
-        There, memory registered without one is for our own operations, and `region_for` names it to peers.
+        There, memory registered without one is for our own operations, and `region_for` names it to peers. `gpu`: the
+        memory is that CUDA device's, and no CPU touches it; only gets may name it.
         """
-        return Region(self, memory, endpoint, remote_write=remote_write, remote_read=remote_read)
+        return Region(self, memory, endpoint, remote_write=remote_write, remote_read=remote_read, gpu=gpu)
 
     def add_peer(self, address: bytes, domain: int = 0) -> int:
         """Add a peer by the address it gave; the returned number names it for the endpoints of a domain."""

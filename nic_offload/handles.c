@@ -235,17 +235,28 @@ int tk_peer_remove(struct tk_fabric *fabric, uint32_t domain, uint64_t number)
 }
 
 /* Keys are random, so a peer can't guess the key of a region that it was not given. */
-static int register_with_random_key(struct tk_fabric *fabric, uint32_t domain, void *address, size_t length,
-				    uint64_t access, struct fid_mr **mr)
+static int register_with_random_key(struct tk_fabric *fabric, struct tk_region *region, uint64_t access, int gpu)
 {
 	size_t key_bytes = fabric->info->domain_attr->mr_key_size;
+	struct fid_domain *domain = fabric->domains[region->domain].fid;
+	struct iovec range = {(void *)region->address, region->length};
 	for (int i = 0;; i++) {
 		uint64_t key;
 		if (getrandom(&key, sizeof key, 0) != sizeof key)
 			return -EIO;
 		if (key_bytes < sizeof key)
 			key &= ((uint64_t)1 << (8 * key_bytes)) - 1;
-		int status = fi_mr_reg(fabric->domains[domain].fid, address, length, access, 0, key, 0, mr, NULL);
+		struct fi_mr_attr attr = {
+			.mr_iov = &range,
+			.iov_count = 1,
+			.access = access,
+			.requested_key = key,
+			.iface = FI_HMEM_CUDA,
+			.device.cuda = gpu,
+		};
+		int status = gpu == TK_HOST ? fi_mr_reg(domain, range.iov_base, range.iov_len, access, 0, key, 0,
+							&region->mr, NULL) :
+					      fi_mr_regattr(domain, &attr, 0, &region->mr);
 		if (status != -FI_ENOKEY || i == KEY_TRIES)
 			return status;
 	}
@@ -253,8 +264,10 @@ static int register_with_random_key(struct tk_fabric *fabric, uint32_t domain, v
 
 /* Where the provider binds memory to endpoints, memory that no peer may touch needs no registration at all. */
 static int register_region(struct tk_fabric *fabric, struct tk_endpoint *endpoint, struct tk_region *region,
-			   uint32_t access)
+			   uint32_t access, int gpu)
 {
+	if (gpu != TK_HOST && !(fabric->info->caps & FI_HMEM))
+		return -ENOSYS;
 	uint64_t wanted = FI_WRITE | FI_READ;
 	if (access & TK_REMOTE_WRITE)
 		wanted |= FI_REMOTE_WRITE;
@@ -265,8 +278,7 @@ static int register_region(struct tk_fabric *fabric, struct tk_endpoint *endpoin
 		return 0;
 	if (binds && !endpoint)
 		return -EINVAL;
-	int status = register_with_random_key(fabric, region->domain, (void *)region->address, region->length, wanted,
-					      &region->mr);
+	int status = register_with_random_key(fabric, region, wanted, gpu);
 	if (status || !binds)
 		return status;
 	if ((status = fi_mr_bind(region->mr, &endpoint->fid->fid, 0)) || (status = fi_mr_enable(region->mr))) {
@@ -278,7 +290,7 @@ static int register_region(struct tk_fabric *fabric, struct tk_endpoint *endpoin
 }
 
 int tk_region_open(struct tk_fabric *fabric, struct tk_endpoint *endpoint, void *address, size_t length,
-		   uint32_t access, struct tk_region **out)
+		   uint32_t access, int gpu, struct tk_region **out)
 {
 	if (!fabric_is_ours(fabric))
 		return -ECHILD;
@@ -291,7 +303,7 @@ int tk_region_open(struct tk_fabric *fabric, struct tk_endpoint *endpoint, void 
 	region->address = (uintptr_t)address;
 	region->length = length;
 	region->domain = endpoint ? endpoint->domain : 0;
-	int status = register_region(fabric, endpoint, region, access);
+	int status = register_region(fabric, endpoint, region, access, gpu);
 	if (status) {
 		free(region);
 		return status;

@@ -4,8 +4,9 @@
 does a flag without its copy.
 
 What always holds: work of one stream runs in order, and work queued after `wait` runs after the event. A copy has
-exactly one side in mapped memory, as a page-locked copy has; device addresses of mapped memory differ from its host
-addresses, so that mixing them up fails.
+exactly one side in mapped memory, as a page-locked copy has, unless it is from the device's own memory; device
+addresses of mapped memory differ from its host addresses, so that mixing them up fails. The device's own memory has no
+access by the CPU at its address, and the device sees what was written there only after `see_arrivals`.
 
 What it doesn't do: run by itself, or show what only a GPU can, such as the order in which others see its stores.
 """
@@ -13,15 +14,18 @@ What it doesn't do: run by itself, or show what only a GPU can, such as the orde
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import random
 import threading
 from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from nic_offload.device import Mapped
+from nic_offload.device import DeviceBytes, Mapped
 from nic_offload.errors import DeviceError
 from nic_offload.flags import FlagWord
+from nic_offload.memory import address_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -67,14 +71,33 @@ class _HostMapped(Mapped):
         self._device.unmap(self._address)
 
 
+class _HostBytes(DeviceBytes):
+    """`there` is what others write to through the device's address, and `here` what the device sees."""
+
+    def __init__(self, device: HostDevice, length: int) -> None:
+        self._device = device
+        fd = os.memfd_create("triggerkv-device", os.MFD_CLOEXEC)
+        os.ftruncate(fd, length)
+        self._apart = mmap.mmap(fd, length, prot=0)
+        self.there, self.here = mmap.mmap(fd, length), mmap.mmap(-1, length)
+        os.close(fd)
+        self.address = address_of(self._apart)
+
+    def close(self) -> None:
+        self._device.free(self)
+
+
 class HostDevice:
     """Its calls may come from any thread."""
+
+    index = 0
 
     def __init__(self, seed: int = 0) -> None:
         self._dice = random.Random(seed)  # noqa: S311 - an order of work
         self._lock = threading.RLock()
         self._streams: list[HostStream] = []
         self._mapped: dict[int, int] = {}
+        self._own: list[_HostBytes] = []
         self._totals: list[ctypes.c_uint64] = []
         self.compute = self.open_stream()
 
@@ -101,10 +124,35 @@ class HostDevice:
             with self._lock:
                 del self._mapped[address]
 
+    def allocate(self, length: int) -> _HostBytes:
+        """Make memory."""
+        self._own.append(_HostBytes(self, length))
+        return self._own[-1]
+
+    def free(self, memory: _HostBytes) -> None:
+        """Run all that was queued, then forget the memory."""
+        if memory in self._own:
+            self.run()
+            self._own.remove(memory)
+
+    def see_arrivals(self) -> None:
+        """The device sees what was written until now."""
+        for memory in self._own:
+            memory.here[:] = memory.there[:]
+
+    def _seen_at(self, address: int, length: int) -> int | None:
+        """Where the device itself has bytes of its own memory."""
+        for memory in self._own:
+            if 0 <= (offset := address - memory.address) <= len(memory.here) - length:
+                return address_of(memory.here) + offset
+        return None
+
     def copy(self, stream: HostStream, copies: Iterable[Copy]) -> None:
         """Queue copies, each on its own."""
-        for target, source, length in copies:
-            if self._is_mapped(target, length) == self._is_mapped(source, length):
+        for target, given, length in copies:
+            own = self._seen_at(given, length)
+            source = given if own is None else own
+            if self._is_mapped(target, length) + self._is_mapped(source, length) != (own is None):
                 raise DeviceError(
                     f"A copy of {length} bytes needs one side in mapped memory, and has {target:#x} and {source:#x}."
                 )

@@ -112,16 +112,16 @@ uint32_t library_version_asked(const struct library *asked)
 	return has < wanted ? has : wanted;
 }
 
-struct fi_info *library_hints(const struct library *asked, const char *provider, int deferred)
+struct fi_info *library_hints(const struct library *asked, const char *provider, uint32_t flags)
 {
 	struct fi_info *hints = asked->dupinfo(NULL);
 	if (!hints)
 		return NULL;
-	hints->caps = FI_RMA | (deferred ? FI_TRIGGER : 0);
+	hints->caps = FI_RMA | (flags & TK_DEFERRED_WORK ? FI_TRIGGER : 0) | (flags & TK_DEVICE_MEMORY ? FI_HMEM : 0);
 	hints->mode = FI_CONTEXT | FI_CONTEXT2;
 	hints->ep_attr->type = FI_EP_RDM;
 	hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY |
-				      FI_MR_ENDPOINT;
+				      FI_MR_ENDPOINT | (flags & TK_DEVICE_MEMORY ? FI_MR_HMEM : 0);
 	hints->domain_attr->threading = FI_THREAD_SAFE;
 	/* Unless an order is requested, shm writes straight into the other process, where no key, no end of a region
 	 * and no closed endpoint stops it. */

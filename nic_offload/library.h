@@ -27,8 +27,8 @@ const struct library *library_of(const char *provider);
 /* The version of the interface to request: the one this was compiled for, or the library's if that is older. */
 uint32_t library_version_asked(const struct library *library);
 
-/* Hints for an endpoint that can do what a fabric here needs; free with freeinfo. NULL: no memory. */
-struct fi_info *library_hints(const struct library *library, const char *provider, int deferred);
+/* Hints for an endpoint that can do what a fabric opened with these flags needs; free with freeinfo. NULL: no memory. */
+struct fi_info *library_hints(const struct library *library, const char *provider, uint32_t flags);
 
 /* Whether the provider implements FI_QUEUE_WORK. */
 int library_defers_work(const char *provider_name);

@@ -57,6 +57,7 @@ enum tk_event_kind {
 
 /* How a fabric is opened. */
 #define TK_DEFERRED_WORK 1 /* hand operations to libfabric's deferred work; refused where it has none */
+#define TK_DEVICE_MEMORY 2 /* so that memory of a GPU can be registered, if the provider can */
 
 struct tk_provider_info {
 	char name[TK_PROVIDER_NAME_BYTES];

@@ -107,9 +107,13 @@ def pieces_said(rows: Buffer) -> list[tuple[int, int, int]]:
 
 def _handles_of(regions: Sequence[Region]) -> Any:
     try:
-        return ffi.new("struct tk_region *[]", [region.handle or ffi.NULL for region in regions])
+        is_on_gpu = any(region.gpu is not None for region in regions)
+        handles = ffi.new("struct tk_region *[]", [region.handle or ffi.NULL for region in regions])
     except (AttributeError, TypeError):
         raise InvalidArgument("The regions of pieces are a list of what `Client.register` returns.") from None
+    if is_on_gpu:
+        raise InvalidArgument("Pieces are copied by the CPU, so they are not in a GPU's memory.")
+    return handles
 
 
 def scatter(blocks: Sequence[tuple[Pieces, int]]) -> None:

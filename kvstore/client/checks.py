@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvstore.client.grpc_blocks import Data
-    from nic_offload.fabric import Fabric
+    from nic_offload.fabric import Fabric, Region
 
 __all__ = [
     "are_pieces",
@@ -202,8 +202,8 @@ def check_placed(block: object, number: int, key: bytes) -> None:
         raise InvalidArgument(f"Block {number} of the session was given a destination under another key.")
 
 
-def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> None:
-    """Raise for blocks in memory that is not, or no longer, registered here."""
+def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> list[Region]:
+    """Return the memory of these blocks; raise for any that is not, or no longer, registered here."""
     known = fabric.regions
     try:
         regions = regions_of(blocks)
@@ -213,19 +213,23 @@ def check_memory(fabric: Fabric, blocks: Sequence[Block]) -> None:
     for one in regions:
         if one.handle is None or one not in known:
             raise NotRegistered("A block's memory is not registered with this client.")
+    return regions
 
 
-def check_gets(fabric: Fabric, blocks: Sequence[Block], blocks_max: int) -> None:
-    """Raise if these blocks can't be got."""
+def check_gets(fabric: Fabric, blocks: Sequence[Block], blocks_max: int) -> list[Region]:
+    """Return the memory of these blocks; raise if they can't be got."""
     _count(blocks, blocks_max, "A call takes")
-    check_memory(fabric, blocks)
+    regions = check_memory(fabric, blocks)
     if not all(map(_key, blocks)):
         raise InvalidArgument("A block without a key can only be armed, and must be named before it fires.")
+    return regions
 
 
-def _check_whole(blocks: Sequence[Block]) -> None:
+def _check_put(blocks: Sequence[Block], regions: Sequence[Region]) -> None:
     if any(map(whole_of, blocks)):
         raise InvalidArgument("A part of a block can be fetched, but not put.")
+    if any(one.gpu is not None for one in regions):
+        raise InvalidArgument("A block is put from the host's memory: copy it from the GPU's first.")
 
 
 def check_domain(key: bytes, domain: bytes) -> None:
@@ -248,21 +252,20 @@ def _check_domains(blocks: Sequence[Block]) -> None:
 
 def check_reserved(fabric: Fabric, blocks: Sequence[Block]) -> None:
     """Raise if slots can't be reserved for these."""
-    check_gets(fabric, blocks, BATCH_BLOCKS_MAX)
-    _check_whole(blocks)
+    _check_put(blocks, check_gets(fabric, blocks, BATCH_BLOCKS_MAX))
     _check_domains(blocks)
 
 
 def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_max: int) -> None:
     """Raise if puts of these can't be armed."""
     _count(blocks, blocks_max, "A batch of puts has")
-    check_memory(fabric, blocks)
+    regions = check_memory(fabric, blocks)
     largest = max(map(_length, blocks))
     if largest > bytes_max:
         raise InvalidArgument(
             f"The client was opened for blocks of up to {bytes_max} bytes, and one has {largest}."
         )
-    _check_whole(blocks)
+    _check_put(blocks, regions)
     _check_domains(blocks)
 
 

@@ -108,6 +108,7 @@ class Client(Handle):
         slots: int = 64,
         block_bytes_max: int = 4 << 20,
         tracer_provider: TracerProvider | None = None,
+        device_memory: bool = False,
     ) -> None:
         """Open the channel. The node is not called yet; the fabric is opened when it is first needed.
 
@@ -120,6 +121,7 @@ class Client(Handle):
         `layout` identifies how a block's bytes are laid out, preferably as a `Layout`; a get under another layout is a
         miss. `slots` times `block_bytes_max` is the node's memory that this client's puts may take at a time.
         With a `tracer_provider` of OpenTelemetry, its puts, gets and resumes are spans, and its calls carry them.
+        `device_memory` opens the fabric so that gets can go into a GPU's memory, if the provider is able to.
         """
         given = {
             "tenant": tenant,
@@ -142,7 +144,8 @@ class Client(Handle):
         check_slots(slots, block_bytes_max)
         fingerprint = fingerprint_of(layout)
         reach = reach_of_arguments(node, given)  # last: a mistake in the call is named even if no node is set
-        self._core = core = Core(reach, fingerprint, slots, block_bytes_max, tracer_provider)
+        core = Core(reach, fingerprint, slots, block_bytes_max, tracer_provider, device_memory=device_memory)
+        self._core = core
         self._blocks = BlockCalls(core.channel, core.calling, reach, fingerprint, core.lookups)
         self._inline = InlineCalls(core.channel, core.calling, reach, fingerprint, core.lookups, core.spans)
         self._by_fabric, self._by_grpc = FabricTransport(core), GrpcTransport(core, self._inline)
@@ -295,12 +298,9 @@ class Client(Handle):
         ...     [result.already_stored for result in puts.wait(timeout_s=10)]
         [True]
         """
+        watch = current_watch()
         return self._by_fabric.reserve(
-            blocks,
-            durability=durability,
-            lease_ms=lease_ms,
-            expires_unix_ms=expires_unix_ms,
-            watch=current_watch(),
+            blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
         )
 
     def get(

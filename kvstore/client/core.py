@@ -100,8 +100,11 @@ class Core(Handle):
         slots: int,
         block_bytes_max: int,
         tracer_provider: TracerProvider | None,
+        *,
+        device_memory: bool,
     ) -> None:
         self.reach, self.fingerprint = reach, fingerprint
+        self._device_memory = device_memory
         self.slots, self.block_bytes_max = slots, block_bytes_max
         self.spans = None if tracer_provider is None else _spans(tracer_provider, reach.node)
         self.channel = open_channel(reach, None if self.spans is None else self.spans.header)
@@ -153,12 +156,15 @@ class Core(Handle):
         if wanted == GRPC:
             return Fabric(MEMORY), wanted
         try:
-            return self._own_side.open_fabric(), FABRIC if wanted == AUTO else wanted
+            return self._open_own(), FABRIC if wanted == AUTO else wanted
         except FabricUnavailable as error:
             if wanted != AUTO or self.reach.provider is not None:
                 raise
             log.warning("Blocks are sent over gRPC, which is slower: %s", error)
             return Fabric(MEMORY), GRPC
+
+    def _open_own(self) -> Fabric:
+        return self._own_side.open_fabric(device_memory=self._device_memory)
 
     @property
     def transport(self) -> str:

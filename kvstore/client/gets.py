@@ -96,6 +96,8 @@ def read_directly(
         return None
     held = _hold_regions(blocks)
     try:
+        if _are_on_gpus(held):
+            return None
         return direct.read(
             fingerprint,
             [
@@ -129,6 +131,11 @@ def _hold_regions(blocks: Sequence[Block]) -> list[Region]:
             let_go(region)
         raise
     return held
+
+
+def _are_on_gpus(regions: Sequence[Region]) -> bool:
+    """Whether any of these is memory that no CPU may touch."""
+    return any(region.gpu is not None for region in regions)
 
 
 class Get:
@@ -223,8 +230,13 @@ class Get:
             ]
         )
 
-    def wanted(self) -> list[int]:
-        """Return for each block the address in our memory at which it is wanted, and its pieces' pointer, or 0."""
+    def wanted(self) -> list[int] | None:
+        """Return for each block the address in our memory at which it is wanted, and its pieces' pointer, or 0.
+
+        None: the CPU must not copy them there.
+        """
+        if _are_on_gpus(self._held):
+            return None
         return [
             number
             for block in self._blocks

@@ -71,7 +71,7 @@ class OwnSide:
                 self._seen_at = seen if is_ours(seen) else None
         return self._seen_at is not None
 
-    def open_fabric(self) -> Fabric:
+    def open_fabric(self, *, device_memory: bool = False) -> Fabric:
         """The fabric of all the client's links. The node need not be there."""
         provider = self._provider or load().best_provider()
         address = self._address
@@ -79,7 +79,7 @@ class OwnSide:
             address = self._wildcard()
         elif address is None and provider not in WITHOUT_IP:
             address = str(self._source(_PROBE_TIMEOUT_S))
-        return Fabric(provider, address=address)
+        return Fabric(provider, address=address, device_memory=device_memory)
 
     def _wildcard(self) -> str:
         """Return the wildcard of IPv4 if the node has such an address, else of both: a name may lead to either."""

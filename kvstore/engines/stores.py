@@ -112,13 +112,18 @@ class Store(Protocol):
         ...
 
 
-def open_store(settings: EngineSettings, layout: bytes, **of_clients: Any) -> Client | ClusterClient:
-    """Create the client that the settings describe. If they name one node, it is asked whether it is in a cluster."""
+def open_store(
+    settings: EngineSettings, layout: bytes, *, device_memory: bool = False, **of_clients: Any
+) -> Client | ClusterClient:
+    """Create the client that the settings describe. If they name one node, it is asked whether it is in a cluster.
+
+    `device_memory` is for a client of one node; a cluster's CPUs copy blocks that a node lacks.
+    """
     if settings.is_clustered or is_in_cluster(settings.reach):
         return ClusterClient(
             settings.reach, replicas=settings.replicas, acks="any", layout=layout, **of_clients
         )
-    return Client(settings.reach, layout=layout, **of_clients)
+    return Client(settings.reach, layout=layout, device_memory=device_memory, **of_clients)
 
 
 def name_of(client: Store) -> str:

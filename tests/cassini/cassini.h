@@ -4,8 +4,9 @@
  *
  * The parts: `library.c` finds the real libfabric, whose `net` (or `tcp`) provider is the wire; `info.c` answers
  * fi_getinfo; `domain.c`, `endpoint.c`, `address.c`, `queue.c`, `memory.c` and `counter.c` are libfabric's objects;
- * `rma.c` checks reads and writes; `work.c` holds deferred work and fires it; `doorbell.c` is the doorbell pages;
- * `nic.c` is the thread; `wire.c` carries bytes; `refuse.c` has the missing functions and the messages.
+ * `device_memory.c` finds a test device's memory; `rma.c` checks reads and writes; `work.c` holds deferred work and fires
+ * it; `doorbell.c` is the doorbell pages; `nic.c` is the thread; `wire.c` carries bytes; `refuse.c` has the missing
+ * functions and the messages.
  *
  * What always holds:
  *   - all state of a domain is used under its `lock`; the NIC's thread holds it for one turn at a time;
@@ -15,7 +16,7 @@
  *   - counters, write-back words and bytes move without the application; entries of a completion queue appear only
  *     inside a call of the application.
  *
- * What it doesn't do: messages, atomics, collectives, client keys, wait objects, memory of devices.
+ * What it doesn't do: messages, atomics, collectives, client keys, wait objects, reads from memory of devices.
  */
 #ifndef CASSINI_CASSINI_H
 #define CASSINI_CASSINI_H
@@ -218,7 +219,7 @@ struct domain {
 	long fails_every, fails_from; /* every such write of at least so many bytes fails; 0: none does */
 	long writes;		      /* of so many bytes */
 	uint32_t chance;
-	bool hybrid_descriptors, match_events, optimized_regions, key_cache;
+	bool hybrid_descriptors, match_events, optimized_regions, key_cache, takes_devices;
 };
 
 /* library.c */
@@ -321,5 +322,8 @@ HIDDEN int addresses_find(struct address_vector *addresses, fi_addr_t number, st
 
 /* memory.c */
 HIDDEN extern struct fi_ops_mr region_ops;
+
+/* device_memory.c */
+HIDDEN void *device_memory(const void *address, size_t length);
 
 #endif

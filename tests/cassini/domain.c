@@ -230,6 +230,7 @@ int domain_open(struct fid_fabric *fid, struct fi_info *info, struct fid_domain 
 	domain->chance = 1;
 	domain->fabric = (struct fabric *)fid;
 	domain->optimized_regions = domain->key_cache = true;
+	domain->takes_devices = info->caps & FI_HMEM;
 	domain->fid.fid = (struct fid){.fclass = FI_CLASS_DOMAIN, .context = context, .ops = &fid_ops};
 	domain->fid.ops = &domain_ops;
 	domain->fid.mr = &region_ops;

@@ -1,5 +1,9 @@
-/* Settings that inject faults: failures that fire, writes that fail, writes in any order. */
+/* Settings that inject faults: failures that fire, writes that fail, writes in any order; and memory of a device. */
+#define _GNU_SOURCE
 #include "driver.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
 
 #define WRITES 64
 
@@ -128,11 +132,55 @@ static void only_a_confirmed_write_is_complete_at_its_end(void)
 	pair_close(&from, &to);
 }
 
+static int registered(struct side *side, void *memory, struct fid_mr **region)
+{
+	struct iovec range = {memory, 4096};
+	struct fi_mr_attr attr = {.mr_iov = &range, .iov_count = 1, .access = FI_REMOTE_WRITE, .iface = FI_HMEM_CUDA};
+	return fi_mr_regattr(side->domain, &attr, 0, region);
+}
+
+static void memory_of_a_device_is_written_if_registered(void)
+{
+	struct side from, to;
+	struct fid_mr *region;
+	void *context;
+	int fd = memfd_create("device", 0);
+	GIVES(0, ftruncate(fd, 8192));
+	char *apart = mmap(NULL, 8192, PROT_NONE, MAP_SHARED, fd, 0);
+	char *bytes = mmap(NULL, 8192, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	HOLDS(apart != MAP_FAILED && bytes != MAP_FAILED);
+	setenv("SOFT_CASSINI_HMEM", "1", 1);
+	side_open(&from);
+	GIVES(-FI_ENOSYS, registered(&from, apart, &region));
+	side_close(&from);
+	side_open(&from);
+	side_open_with(&to, FI_RMA | FI_HMEM, 0, FI_SELECTIVE_COMPLETION);
+	char name[8];
+	name_of(to.ep, name);
+	meet(&from, name);
+	GIVES(-FI_EINVAL, registered(&to, bytes, &region));
+	GIVES(0, registered(&to, apart + 4096, &region));
+	GIVES(0, fi_mr_bind(region, &to.ep->fid, 0));
+	GIVES(0, fi_mr_enable(region));
+	memset(from.memory, 7, 64);
+	struct iovec local = {from.memory, 64};
+	struct fi_rma_iov remote = {32, 64, fi_mr_key(region)};
+	struct fi_msg_rma message = {.msg_iov = &local, .iov_count = 1, .addr = from.peer, .rma_iov = &remote,
+				     .rma_iov_count = 1, .context = &from};
+	GIVES(0, fi_writemsg(from.ep, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE));
+	GIVES(0, end_of(&from, &context));
+	HOLDS(!memcmp(bytes + 4096 + 32, from.memory, 64) && !bytes[4096 + 31] && !bytes[4096 + 96]);
+	GIVES(0, fi_close(&region->fid));
+	side_close(&from);
+	side_close(&to);
+}
+
 const struct rule setting_rules[] = {
 	{"failures_fire_if_thresholds_include_them", failures_fire_if_thresholds_include_them},
 	{"every_nth_write_fails_if_configured", every_nth_write_fails_if_configured},
 	{"writes_overtake_each_other_if_configured", writes_overtake_each_other_if_configured},
 	{"a_requested_order_is_kept", a_requested_order_is_kept},
 	{"only_a_confirmed_write_is_complete_at_its_end", only_a_confirmed_write_is_complete_at_its_end},
+	{"memory_of_a_device_is_written_if_registered", memory_of_a_device_is_written_if_registered},
 	{NULL, NULL},
 };

@@ -2,8 +2,8 @@
  * fi_getinfo: one entry, `cxi0`, or none. This machine has no other NIC as far as the stand-in is concerned.
  *
  * The values are the provider's. Features that the stand-in lacks are not offered: messages, atomics,
- * collectives, memory of devices, client keys. A node is the NIC's name, or an IPv4 address of this machine for the
- * wire to lie on, where the provider wants its own kind of address.
+ * collectives, client keys; memory of devices only with SOFT_CASSINI_HMEM. A node is the NIC's name, or an IPv4 address
+ * of this machine for the wire to lie on, where the provider wants its own kind of address.
  */
 #define _GNU_SOURCE
 #include "cassini.h"
@@ -18,7 +18,7 @@
 #define CAPS_DOMAIN (FI_LOCAL_COMM | FI_REMOTE_COMM)
 #define CAPS (CAPS_RMA | CAPS_DOMAIN | FI_RMA_EVENT | FI_FENCE | FI_TRIGGER)
 /* Features with a cost are offered only on request. */
-#define CAPS_ON_DEMAND (FI_RMA_EVENT | FI_FENCE)
+#define CAPS_ON_DEMAND (FI_RMA_EVENT | FI_FENCE | FI_HMEM)
 #define CAPS_TRANSMIT (FI_RMA | FI_READ | FI_WRITE | FI_FENCE | FI_TRIGGER)
 #define CAPS_RECEIVE (FI_RMA | FI_REMOTE_READ | FI_REMOTE_WRITE | FI_RMA_EVENT | FI_TRIGGER)
 #define ORDER                                                                                                          \
@@ -30,6 +30,11 @@
 #define RECEIVE_FLAGS (FI_COMPLETION | FI_MULTI_RECV | FI_MORE)
 #define RECEIVES_MAX 15360u
 #define MR_MODE (FI_MR_ENDPOINT | FI_MR_ALLOCATED | FI_MR_PROV_KEY)
+
+static uint64_t caps_offered(void)
+{
+	return CAPS | (setting("SOFT_CASSINI_HMEM", 0) ? FI_HMEM : 0);
+}
 
 static int differs(const char *wanted, const char *have)
 {
@@ -72,7 +77,7 @@ static int endpoint_fits(const struct fi_ep_attr *want)
 
 static int fits(const struct fi_info *want)
 {
-	if (want->caps & ~CAPS || (want->addr_format != FI_FORMAT_UNSPEC && want->addr_format != FI_ADDR_CXI))
+	if (want->caps & ~caps_offered() || (want->addr_format != FI_FORMAT_UNSPEC && want->addr_format != FI_ADDR_CXI))
 		return 0;
 	const struct fi_fabric_attr *fabric = want->fabric_attr;
 	if (fabric && (differs(fabric->name, "cxi") || differs(fabric->prov_name, "cxi")))
@@ -120,7 +125,7 @@ static void fill_contexts(struct fi_info *info, const struct fi_info *want)
 
 static int fill(struct fi_info *info, uint32_t version, const struct fi_info *want)
 {
-	info->caps = CAPS & ~(want && want->caps ? CAPS_ON_DEMAND & ~want->caps : 0);
+	info->caps = caps_offered() & ~(want && want->caps ? CAPS_ON_DEMAND & ~want->caps : 0);
 	info->addr_format = FI_ADDR_CXI;
 	info->ep_attr->type = FI_EP_RDM;
 	info->ep_attr->protocol = FI_PROTO_CXI;

@@ -136,8 +136,11 @@ static int register_attr(struct fid *fid, const struct fi_mr_attr *attr, uint64_
 		return -FI_ENOSYS;
 	if (flags & FI_DIRECTED_RECV)
 		return -FI_EINVAL;
-	if (attr->iface != FI_HMEM_SYSTEM)
-		return say(-FI_ENOSYS, "the stand-in registers memory of the host alone.");
+	void *buffer = attr->mr_iov->iov_base;
+	if (attr->iface != FI_HMEM_SYSTEM && !(domain->takes_devices && attr->iface == FI_HMEM_CUDA))
+		return say(-FI_ENOSYS, "memory of a device is registered only where it was asked for, and only CUDA's.");
+	if (attr->iface != FI_HMEM_SYSTEM && !(buffer = device_memory(buffer, attr->mr_iov->iov_len)))
+		return say(-FI_EINVAL, "this is no memory of a test's device.");
 	struct region *region = calloc(1, sizeof *region);
 	if (!region)
 		return -FI_ENOMEM;
@@ -145,7 +148,7 @@ static int register_attr(struct fid *fid, const struct fi_mr_attr *attr, uint64_
 	region->fid.key = FI_KEY_NOTAVAIL;
 	region->fid.mem_desc = region;
 	region->domain = domain;
-	region->buffer = attr->mr_iov->iov_base;
+	region->buffer = buffer;
 	region->length = attr->mr_iov->iov_len;
 	region->access = attr->access;
 	domain_lock(domain);

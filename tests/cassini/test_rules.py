@@ -99,6 +99,7 @@ SETTINGS = (
     "writes_overtake_each_other_if_configured",
     "a_requested_order_is_kept",
     "only_a_confirmed_write_is_complete_at_its_end",
+    "memory_of_a_device_is_written_if_registered",
 )
 RULES = (*INFO, *MEMORY, *ENDPOINTS, *COUNTERS, *WORK, *FAILURES, *PROCESSES, *SLOTS, *SETTINGS)
 

@@ -17,7 +17,7 @@ from kvstore.limits import REPLICAS_MAX, WATCH_HEARTBEAT_MS
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
 from tests.cluster.real_etcd import RealEtcd
-from tests.cluster.test_map_follower import World, told, world
+from tests.cluster.test_map_follower import MapNodes, told, world
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
 
@@ -88,7 +88,7 @@ def test_a_client_that_names_no_number_puts_as_many_copies_as_its_tenant_has(pai
         copies(cache, pair.nodes)
 
 
-def test_a_number_that_is_unknown_is_one_and_a_later_versions_is_what_this_one_can(world: World) -> None:
+def test_a_number_that_is_unknown_is_one_and_a_later_versions_is_what_this_one_can(world: MapNodes) -> None:
     answers = {0: 0, 1: 1, REPLICAS_MAX + 3: REPLICAS_MAX}
     found = world.follow()
     for revision, (number, wanted) in enumerate(answers.items(), start=1):

@@ -33,9 +33,12 @@ def _out(reference: Any, value: int | bytes) -> int:
 class FakeDriver:
     """The functions of `libcuda.so.1` that are used."""
 
-    def __init__(self, *, gpus: int = 1, seed: int = 0, writes_values: bool = True) -> None:
+    def __init__(
+        self, *, gpus: int = 1, seed: int = 0, writes_values: bool = True, orders_arrivals: bool = False
+    ) -> None:
         self.host = HostDevice(seed)
         self.gpus, self.writes_values = gpus, writes_values
+        self.orders_arrivals, self.flushes = orders_arrivals, 0
         self.is_reset = False
         self.code_of_copy = 0
         self.memory: dict[int, Any] = {}
@@ -88,7 +91,7 @@ class FakeDriver:
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
         assert device < self.gpus
-        return _out(value, {75: 9, 76: 0}[attribute])
+        return _out(value, {75: 9, 76: 0, 118: 100 if self.orders_arrivals else 0}[attribute])
 
     def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
         assert device < self.gpus
@@ -185,6 +188,11 @@ class FakeDriver:
         memory = (ctypes.c_ubyte * length)()
         self.memory[ctypes.addressof(memory)] = memory
         return _out(address, ctypes.addressof(memory))
+
+    def cuFlushGPUDirectRDMAWrites(self, target: int, scope: int) -> int:
+        assert (target, scope) == (0, 100)
+        self.flushes += 1
+        return 0
 
     def cuMemsetD8_v2(self, address: int, value: int, length: int) -> int:
         ctypes.memset(address, value, length)

@@ -117,6 +117,19 @@ def test_a_flag_is_stored_in_stream_order(*, writes_values: bool) -> None:
     device.close()
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+def test_what_a_nic_wrote_is_flushed_unless_the_gpu_keeps_its_order(*, in_order: bool) -> None:
+    driver = FakeDriver(orders_arrivals=in_order)
+    device = FakeCuda(driver)
+    with device.allocate(4096) as memory:
+        assert memory.address in driver.memory
+        device.see_arrivals()
+        device.see_arrivals()
+        assert driver.flushes == (0 if in_order else 2)
+    assert not driver.memory
+    device.close()
+
+
 def test_after_a_reset_every_call_is_an_error_without_a_crash(cuda: FakeCuda, driver: FakeDriver) -> None:
     stream, event = cuda.open_stream(), cuda.record(0)
     driver.is_reset = True

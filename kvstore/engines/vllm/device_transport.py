@@ -1,13 +1,13 @@
-"""Moves pages between a device and the node: through page-locked memory, by the client's transport.
+"""Moves pages between a device and the node, by the client's transport.
 
-Objects are fetched into windows of page-locked memory; those that arrived, whole and checked, are copied into the
-engine's blocks on a stream for loads. That stream waits for the engine's earlier work, and the compute stream waits for
-it (`before_loads`, `after_loads`); a thread waits for copies only before it reuses a window.
+What is saved goes through page-locked memory. Objects are fetched into windows of memory (`load_memory`); those that
+arrived, whole and checked, are copied into the engine's blocks on a stream for loads. That stream waits for the
+engine's earlier work, and the compute stream waits for it (`before_loads`, `after_loads`); a thread waits for copies
+only before it reuses a window.
 
 What always holds: what `page_transport` guarantees, except that fetched bytes are in place after `after_loads`, in the
 order of the compute stream. A window is filled again only after it was copied. Page-locked memory is bounded:
 `host_bytes` for saves, and a few windows.
-What it doesn't do: register a device's memory with the fabric.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 from kvstore.client import Hit
 from kvstore.clock import SystemClock
 from kvstore.engines.copy_flag import CopyFlag
-from kvstore.engines.stores import block_at, name_of
+from kvstore.engines.stores import block_at
 from kvstore.engines.vllm.device_saves import DeviceSaves
+from kvstore.engines.vllm.load_memory import LoadMemory
 from kvstore.engines.vllm.sending import PutSender
 from kvstore.limits import SLAB_BYTES, VLLM_DEVICE_COPY_MS, VLLM_DEVICE_POLL_MS, VLLM_DEVICE_WINDOWS
 from nic_offload.device import Copy
@@ -42,7 +43,7 @@ __all__ = ["DeviceTransport"]
 
 @dataclass
 class _Window:
-    """Some of the page-locked memory, and the event behind the last copies out of it."""
+    """Some of the memory, and the event behind the last copies out of it."""
 
     offset: int
     copied: Any = None
@@ -65,17 +66,15 @@ class DeviceTransport:
         self._device, self._clock = memory.device, SystemClock()
         self._stream = memory.device.open_stream()
         self._window_bytes = -(-max(SLAB_BYTES, object_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._arrivals = mmap.mmap(-1, VLLM_DEVICE_WINDOWS * self._window_bytes)
-        self._begin = address_of(self._arrivals)
+        self._arrivals = LoadMemory(client, memory.device, VLLM_DEVICE_WINDOWS * self._window_bytes)
         self._windows: queue.Queue[_Window] = queue.Queue()
         for number in range(VLLM_DEVICE_WINDOWS):
             self._windows.put(_Window(number * self._window_bytes))
-        self._mapped = [memory.device.map(address_of(some), len(some)) for some in (copies, self._arrivals)]
+        self._mapped = memory.device.map(address_of(copies), len(copies))
         flag = CopyFlag(memory.device)
-        self._region = client.register(self._arrivals)
         timeout_s = (settings.save_timeout_ms + VLLM_DEVICE_COPY_MS) / 1000
         sender = PutSender(client, client.register(copies), slots, timeout_s, flag.word)
-        self.name = f"{name_of(client)}, through page-locked memory"
+        self.name = self._arrivals.name
         self.saves = DeviceSaves(memory, copies, sender, flag)
 
     def before_loads(self) -> None:
@@ -87,7 +86,7 @@ class DeviceTransport:
         self._device.wait(self._device.current_stream(), self._device.record(self._stream))
 
     def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
-        """Fetch pages into page-locked memory, and queue their copies."""
+        """Fetch pages into the windows, and queue their copies."""
         until_ns = self._clock.monotonic_ns() + int(timeout_s * 1e9)
         here: list[bool] = []
         for some in self._parts(objects):
@@ -146,6 +145,7 @@ class DeviceTransport:
             for copy in self._copies(one, place)
         ]
         if copies:
+            self._arrivals.see()
             try:
                 self._device.copy(self._stream, copies)
             finally:  # some may be queued even if one was refused
@@ -155,7 +155,7 @@ class DeviceTransport:
         return here
 
     def _copies(self, one: Object, place: int) -> Iterator[Copy]:
-        source = self._begin + place
+        source = self._arrivals.address + place
         for page in one.pieces:
             for address, length in page:
                 yield Copy(address, source, length)
@@ -163,7 +163,7 @@ class DeviceTransport:
 
     def _brought(self, objects: Sequence[Object], places: Sequence[int], until_ns: int) -> list[bool]:
         blocks = [
-            block_at(one.key, self._region, place, one.length)
+            block_at(one.key, self._arrivals.region, place, one.length)
             for one, place in zip(objects, places, strict=True)
         ]
         outcomes = self._client.get(blocks, timeout_s=self._left_s(until_ns))

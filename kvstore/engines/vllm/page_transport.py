@@ -61,10 +61,16 @@ class Transport(Protocol):
 
 
 def open_client(
-    settings: Settings, identity: Identity, object_bytes: int, slots: int = 1
+    settings: Settings, identity: Identity, object_bytes: int, slots: int = 1, *, device_memory: bool = False
 ) -> Client | ClusterClient:
     """Make a client of the nodes under the engine's fingerprint; nothing is called yet."""
-    return open_store(settings, identity.layout, slots=slots, block_bytes_max=object_bytes)
+    return open_store(
+        settings,
+        identity.layout,
+        slots=slots,
+        block_bytes_max=object_bytes,
+        device_memory=device_memory,
+    )
 
 
 def open_transport(settings: Settings, identity: Identity, memory: KvMemory | DeviceMemory) -> Transport:
@@ -72,7 +78,8 @@ def open_transport(settings: Settings, identity: Identity, memory: KvMemory | De
     object_bytes = max(group.object_bytes_max for group in identity.groups)
     slots = min(SLOTS_PER_CLIENT_MAX, max(ENGINE_SLOTS_MIN, VLLM_SLOTS_BYTES // object_bytes))
     copies = staging(memory, settings.host_bytes)
-    client = open_client(settings, identity, object_bytes, slots)
+    is_on_device = isinstance(memory, DeviceMemory)
+    client = open_client(settings, identity, object_bytes, slots, device_memory=is_on_device)
     try:
         if isinstance(memory, DeviceMemory):
             return DeviceTransport(client, memory, copies, settings, object_bytes, slots)
