@@ -53,7 +53,7 @@ def side(loads, saves):
     it._lookups = Fake(step_tokens=32, begin=lambda *_: told.append("asked") or Fake(result=lambda _: away))
     it.bind(Fake(get_block_ids=lambda _: ([1, 2, 3, 4],)))
     request = Fake(request_id="r", all_token_ids=list(range(100)), num_tokens=100, num_computed_tokens=0,
-        num_preemptions=0, kv_transfer_params=None,
+        num_prompt_tokens=100, num_preemptions=0, kv_transfer_params=None,
         cache_salt=None, lora_request=None, prompt_embeds=None, mm_features=[])
     it.new_request(request)
     matched = it.matched(request, 0)

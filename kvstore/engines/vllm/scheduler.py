@@ -89,6 +89,7 @@ class Scheduling:
         self._groups = identity.groups
         self._may_load, self._may_save = loads, saves  # by the engine's `kv_role`
         self._lookup_ns = settings.lookup_timeout_ms * 1_000_000
+        self._save_tokens = settings.save_every_tokens
         self._lookups = Lookups(self._client, identity, settings.lookup_timeout_ms / 1000)
         self._domain = settings.reach.domain  # of requests that name none
         self._rules = RequestRules(settings, self._client, model)
@@ -300,7 +301,7 @@ class Scheduling:
         return has
 
     def _full(self, known: _Request, before_tokens: int, new_tokens: int) -> list[Wanted]:
-        """The blocks of a request that are full after this step and not known to be stored."""
+        """The blocks of a request that are full after this step, not known to be stored, and due to be saved."""
         if known.is_spoilt or known.matched.denied or not self._is_read(known):
             return []
         # Drafts and placeholders don't count as tokens yet.
@@ -312,6 +313,10 @@ class Scheduling:
             first = min(known.saved[number], before_tokens // group.block_tokens)
             last = tokens // group.block_tokens
             if last <= first or not self._may_save:
+                continue
+            is_answer = before_tokens >= known.request.num_prompt_tokens
+            if is_answer and (last - first) * group.block_tokens < self._save_tokens:
+                known.saved[number] = first  # a later step saves them
                 continue
             digests = known.chains[group.block_tokens].grow()
             ids = ids or self._manager.get_block_ids(known.request.request_id)

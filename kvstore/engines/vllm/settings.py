@@ -29,6 +29,7 @@ class Settings(EngineSettings):
 
     lookup_timeout_ms: int = 200
     save_timeout_ms: int = 1_000
+    save_every_tokens: int = 1  # of an answer; a prompt's blocks are saved as they are computed
     load: str = "async"  # or "sync": the step waits for the load
     host_bytes: int = 256 << 20  # of an OffloadingSpec's memory between engine and node
     rules: str = ""  # a file of rules of the match-action table
