@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from nic_offload.cuda_device import CudaDevice
 
 LARGE, ROUNDS, STORES = 64 << 20, 300, 10_000
+WITH_GPU_DIRECT = 116  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED
 
 
 def seen(word: FlagWord, value: int) -> None:
@@ -77,6 +79,19 @@ def test_a_flag_waits_only_for_its_own_stream(torch: Any, device: CudaDevice) ->
         assert words[0].load() == 0, time.monotonic() - began
         seen(words[0], 1)
         flags.close()
+
+
+def test_bytes_go_through_the_devices_own_memory(torch: Any, device: CudaDevice) -> None:
+    source = torch.randint(0, 256, (LARGE,), dtype=torch.uint8, device="cuda")
+    target, stream = torch.zeros_like(source), device.open_stream()
+    with device.allocate(LARGE) as own:
+        device.wait(stream, device.record(device.current_stream()))
+        device.copy(stream, [Copy(own.address, source.data_ptr(), LARGE)])
+        if device._made("cuDeviceGetAttribute", ctypes.c_int, WITH_GPU_DIRECT, device._number):
+            device.see_arrivals()
+        device.copy(stream, [Copy(target.data_ptr(), own.address, LARGE)])
+        device.wait(device.current_stream(), device.record(stream))
+        assert torch.equal(source, target)
 
 
 def test_a_graph_continues_counting_at_each_launch(torch: Any, device: CudaDevice) -> None:
