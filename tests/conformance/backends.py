@@ -35,6 +35,7 @@ class Backend(NamedTuple):
 
 BACKENDS = (
     Backend("net", "net", deferred_work=False, own_counters=False),
+    Backend("tcp", "tcp", deferred_work=False, own_counters=False),
     Backend("rxm-own", "tcp;ofi_rxm", deferred_work=False, own_counters=True),
     Backend("memory", "memory", deferred_work=False, own_counters=False),
     Backend("shm", "shm", deferred_work=False, own_counters=False),
