@@ -199,7 +199,7 @@ def test_the_doctor_reports_a_missing_fabric(
 ) -> None:
     """A client would continue over gRPC."""
 
-    def missing(_: OwnSide) -> None:
+    def missing(_: OwnSide, **_how: bool) -> None:
         raise FabricUnavailable("libfabric could not be loaded; install libfabric1.")
 
     monkeypatch.setattr(OwnSide, "open_fabric", missing)

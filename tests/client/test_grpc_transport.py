@@ -384,7 +384,7 @@ def test_an_absent_node_is_a_miss_and_an_error_within_the_deadline() -> None:
 def test_without_libfabric_blocks_are_sent_over_grpc_and_that_is_logged_once(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def missing(_: OwnSide) -> None:
+    def missing(_: OwnSide, **_how: bool) -> None:
         raise FabricUnavailable("libfabric could not be loaded; install libfabric1.")
 
     monkeypatch.setattr(OwnSide, "open_fabric", missing)
