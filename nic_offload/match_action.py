@@ -27,7 +27,7 @@ from nic_offload.match_ageing import AGED_AT_ONCE, Ageing
 from nic_offload.match_entry import Entry, compile_rule
 from nic_offload.match_fields import FiveTuple, Pattern, Ports, Prefix, Request
 from nic_offload.match_ledger import ROW_BITS, ROW_MASK, VOID_ROW, Counters, Ledger
-from nic_offload.match_probing import Probing
+from nic_offload.match_probing import BY_TENANT, Probing
 from nic_offload.match_rule import Action, ActionKind, Requester, Rule
 from nic_offload.match_space import Layer
 
@@ -120,7 +120,11 @@ class Table:
         for top, network_shift, near, other in self._probing.stages:
             if top < best_level:
                 break
-            derived, masked, steps = near.get(request[4] >> network_shift, other) if near else other
+            if near:
+                of = request[4] >> network_shift if network_shift >= 0 else request[0]
+                derived, masked, steps = near.get(of, other)
+            else:
+                derived, masked, steps = other
             if derived:
                 view = request + tuple([request[i] >> shift for i, shift in derived])  # type: ignore[operator]
             if masked:
@@ -152,7 +156,8 @@ class Table:
         """Every entry behind the request's keys, the winner first; nothing is counted, nothing cut short."""
         found: list[Entry] = []
         for _, network_shift, near, other in self._probing.stages:
-            derived, masked, steps = near.get(request.source >> network_shift, other)
+            of = request.tenant if network_shift == BY_TENANT else request.source >> network_shift
+            derived, masked, steps = near.get(of, other)
             shifted = [request[i] >> shift for i, shift in derived]  # type: ignore[operator]
             view = (*request, *shifted, *(request[i] & mask for i, mask in masked))  # type: ignore[operator]
             for _, _, pick, behind in steps:
@@ -181,9 +186,7 @@ class Table:
             if self._shape() != before:
                 self._probing = Probing((self._filed, self._added))
             else:
-                space = self._added.space_of(entry)
-                if space.networks is not None:
-                    self._probing.added(space, space.network_of(entry))
+                self._probing.added(self._added.space_of(entry), entry)
             if now_ns is not None:
                 self._ageing.added(entry, now_ns)
         return entry
@@ -295,9 +298,10 @@ class Table:
         if row != VOID_ROW:
             self._ledger.release(row)
 
-    def _shape(self) -> tuple[tuple[int, bool], ...]:
+    def _shape(self) -> tuple[tuple[int, bool, bool], ...]:
         """The properties of the added entries that the stages depend on."""
-        return tuple((space.bound, space.networks is None) for space in self._added.spaces.values())
+        spaces = self._added.spaces.values()
+        return tuple((space.bound, space.networks is None, space.tenants is None) for space in spaces)
 
     def _check_entries(self, count: int) -> None:
         if count > self._entries_max:

@@ -3,11 +3,12 @@
 Maps are probed best bound first. Those before the first that compares parts of a field are a stage of their own: an
 exact hit above all wildcards derives nothing. In the other stage a map is left out if none of its entries begins with
 the network of the request's source, as packet classifiers do with their tuples: of many masks with few entries, most
-are. The network's length is chosen so that few maps are left for a request.
+are. The network's length is chosen so that few maps are left for a request; or maps are left out by the request's
+tenant, if that leaves fewer, as behind a proxy from which all requests come.
 
 What always holds: a map that could have a matching entry is probed. A reader sees each network's maps before a change
 or after it.
-What it doesn't do: help if each mask has an entry for the request's own network, or if rules name no source.
+What it doesn't do: help if each mask has entries for the request's own network and for its tenant.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from nic_offload.match_fields import FIELDS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from nic_offload.match_entry import Entry
     from nic_offload.match_space import Bucket, Layer, Space
 
-__all__ = ["Probes", "Probing", "Stage"]
+__all__ = ["BY_TENANT", "Probes", "Probing", "Stage"]
 
 NETWORKS_MAX = 16_384  # of all masks together, when maps are arranged; larger masks are always probed
-_WORTH_IT = 0.8  # networks are not looked at if a larger part of the maps remains for a request
+_WORTH_IT = 0.8  # neither is looked at if a larger part of the maps remains for a request
+BY_TENANT = -1  # in the place of a shift
 
 Step = tuple[int, int, "Callable[[Any], Any]", "Callable[[Any], Bucket | None]"]
 
@@ -42,9 +45,9 @@ class Stage(NamedTuple):
     """Some of the maps."""
 
     bound: int  # that of the first step, which is the highest
-    shift: int  # from a source to its network
-    near: dict[int, Probes]  # by network; empty if all maps are probed for any
-    other: Probes  # for any other network
+    shift: int  # from a source to its network, or BY_TENANT
+    near: dict[Any, Probes]  # by network or tenant; empty if all maps are probed for any
+    other: Probes  # for any other one
 
 
 class Probing:
@@ -67,12 +70,14 @@ class Probing:
             stages.append(Stage(self._spaces[0].bound, self._shift, self._near, other))
         self.stages = tuple(stages)
 
-    def added(self, space: Space, network: int) -> None:
-        """An entry whose source begins with this network was added to a map that was there already."""
+    def added(self, space: Space, entry: Entry) -> None:
+        """An entry was added to a map that was there already."""
         place = self._optional.get(space)
         if place is None:
             return  # always probed
-        wide = network >> (self._shift - space.network_shift)
+        wide: Any = space.tenant_of(entry) if self._shift == BY_TENANT else space.network_of(entry)
+        if self._shift != BY_TENANT:
+            wide >>= self._shift - space.network_shift
         places = self._places.get(wide, frozenset())
         if place not in places:
             self._places[wide] = places | {place}
@@ -82,17 +87,22 @@ class Probing:
         """Choose the length of networks, and which maps are probed for each."""
         self._shift = 0
         self._optional: dict[Space, int] = {}  # maps that are probed for some networks only
-        self._near: dict[int, Probes] = {}
-        self._places: dict[int, frozenset[int]] = {}
-        few = _few_networks(self._spaces)
+        self._near: dict[Any, Probes] = {}
+        self._places: dict[Any, frozenset[int]] = {}
+        few = _few(self._spaces, lambda space: space.networks)
         best = _WORTH_IT * len(self._spaces)
-        for shift in {space.network_shift for space in few}:
-            optional = {space: place for space, place in few.items() if space.network_shift <= shift}
+        shifts = {space.network_shift for space in few}
+        ways = [
+            (shift, {one: at for one, at in few.items() if one.network_shift <= shift}) for shift in shifts
+        ]
+        if of_tenants := _few(self._spaces, lambda space: space.tenants):
+            ways.append((BY_TENANT, of_tenants))
+        for shift, optional in ways:
             places = _places_of(optional, shift)
             left = len(self._spaces) - len(optional) + sum(map(len, places.values())) / len(places)
             if left < best:
                 best, self._shift, self._optional = left, shift, optional
-                self._places = {network: frozenset(some) for network, some in places.items()}
+                self._places = {value: frozenset(some) for value, some in places.items()}
         for network, some in self._places.items():
             self._near[network] = self._probes_of(some)
 
@@ -105,9 +115,9 @@ class Probing:
         return self._made[places]
 
 
-def _few_networks(spaces: Sequence[Space]) -> dict[Space, int]:
-    """The maps that need not be probed for every request, with their places: those with the fewest networks."""
-    sizes = sorted((len(space.networks), at) for at, space in enumerate(spaces) if space.networks)
+def _few(spaces: Sequence[Space], of: Callable[[Space], dict[Any, int] | None]) -> dict[Space, int]:
+    """The maps that need not be probed for every request, with their places: those with the fewest of these."""
+    sizes = sorted((len(values), at) for at, space in enumerate(spaces) if (values := of(space)))
     few, left = {}, NETWORKS_MAX
     for size, at in sizes:
         left -= size
@@ -117,12 +127,16 @@ def _few_networks(spaces: Sequence[Space]) -> dict[Space, int]:
     return few
 
 
-def _places_of(optional: dict[Space, int], shift: int) -> dict[int, set[int]]:
-    """The places of the maps that have entries, by network."""
-    places: dict[int, set[int]] = {}
+def _places_of(optional: dict[Space, int], shift: int) -> dict[Any, set[int]]:
+    """The places of the maps that have entries, by network or tenant."""
+    places: dict[Any, set[int]] = {}
     for space, place in optional.items():
-        for network in space.networks or ():
-            places.setdefault(network >> (shift - space.network_shift), set()).add(place)
+        if shift == BY_TENANT:
+            for tenant in space.tenants or ():
+                places.setdefault(tenant, set()).add(place)
+        else:
+            for network in space.networks or ():
+                places.setdefault(network >> (shift - space.network_shift), set()).add(place)
     return places
 
 

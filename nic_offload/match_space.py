@@ -5,7 +5,7 @@ entries under it.
 
 What always holds: the entries under one key are ordered best first. Values that a reader may be using are replaced by
 one assignment into a dict, never modified. No entry of a space has a level above the space's `bound`, and none a
-source network that is not among its `networks`.
+source network or a tenant that is not among its `networks` or `tenants`.
 
 What it doesn't do: lock, count, or know other layers: the table does. Choose what to probe: `match_probing` does.
 """
@@ -30,13 +30,13 @@ __all__ = ["Bucket", "Layer", "Space"]
 
 ENTRIES_PER_KEY_MAX = 256  # entries under one key are tried one by one
 BINDINGS_PER_USER_MAX = 256  # and so are these
-NETWORKS_PER_MASK_MAX = 1024  # a mask with more of them is probed for every request
+NETWORKS_PER_MASK_MAX = 1024  # a mask with more of them, or more tenants, is probed for every request
 NETWORK_BITS = 16  # a network is the first bits of a source, at most so many of an IPv4 address
 
 _GUARD_MASK: Mask = ((0, 0), (1, 0))  # tenant and user
 _GUARD_LEVEL = (PRIORITY_MAX + 1) << SPECIFICITY_BITS  # above every rule
 
-_SOURCE = 4  # its index in a request
+_TENANT, _SOURCE = 0, 4  # their indices in a request
 
 Bucket = Entry | tuple[Entry, ...]
 
@@ -44,7 +44,10 @@ Bucket = Entry | tuple[Entry, ...]
 class Space:
     """The hash map of one mask."""
 
-    __slots__ = ("_place", "_shift", "bound", "levels", "map", "mask", "network_shift", "networks", "plans")
+    __slots__ = (
+        *("_place", "_shift", "_tenant_at", "bound", "levels", "map"),
+        *("mask", "network_shift", "networks", "plans", "tenants"),
+    )
 
     def __init__(self, mask: Mask) -> None:
         self.mask = mask
@@ -56,6 +59,10 @@ class Space:
         if self._place is not None and self._shift >= 0:
             self.networks = {}
             self.network_shift = max(self._shift, V4_BITS - NETWORK_BITS)
+        # The same of tenants, if parts of other fields are compared; other maps need no more than one look.
+        self._tenant_at = next((at for at, field in enumerate(mask) if field == (_TENANT, 0)), None)
+        is_counted = self._tenant_at is not None and any(shift for _, shift in mask)
+        self.tenants: dict[Hashable, int] | None = {} if is_counted else None
         self.map: dict[Hashable, Bucket] = {}
         self.levels: dict[int, int] = {}  # how many entries each level has
         self.bound = -1
@@ -76,10 +83,9 @@ class Space:
         self.levels[plan.level] = self.levels.get(plan.level, 0) + 1
         self.bound = max(self.bound, plan.level)
         if self.networks is not None:
-            network = self.network_of(entry)
-            self.networks[network] = self.networks.get(network, 0) + 1
-            if len(self.networks) > NETWORKS_PER_MASK_MAX:
-                self.networks = None
+            self.networks = _with(self.networks, self.network_of(entry))
+        if self.tenants is not None:
+            self.tenants = _with(self.tenants, self.tenant_of(entry))
 
     def network_of(self, entry: Entry) -> int:
         """The first bits of the source that an entry of this space has."""
@@ -87,6 +93,13 @@ class Space:
         key: Any = entry.key
         value: int = key if len(self.mask) == 1 else key[self._place]
         return value >> (self.network_shift - self._shift)
+
+    def tenant_of(self, entry: Entry) -> Hashable:
+        """The tenant that an entry of this space names."""
+        assert self._tenant_at is not None
+        key: Any = entry.key
+        tenant: Hashable = key if len(self.mask) == 1 else key[self._tenant_at]
+        return tenant
 
     def drop(self, entry: Entry) -> None:
         """Remove an entry; the bound falls when the last one of the highest level is removed."""
@@ -96,10 +109,9 @@ class Space:
         else:
             del self.map[entry.key]
         if self.networks is not None:
-            network = self.network_of(entry)
-            self.networks[network] -= 1
-            if not self.networks[network]:
-                del self.networks[network]
+            _without(self.networks, self.network_of(entry))
+        if self.tenants is not None:
+            _without(self.tenants, self.tenant_of(entry))
         plan = entry.plan
         plan.users -= 1
         shared = (plan.level, plan.actions, plan.idle_ns)
@@ -120,6 +132,17 @@ class Space:
         if shared not in self.plans:
             self.plans[shared] = Plan(compiled, rule.actions, idle_ns=idle_ns)
         return self.plans[shared]
+
+
+def _with(counts: dict[Any, int], value: Any) -> dict[Any, int] | None:
+    counts[value] = counts.get(value, 0) + 1
+    return counts if len(counts) <= NETWORKS_PER_MASK_MAX else None
+
+
+def _without(counts: dict[Any, int], value: Any) -> None:
+    counts[value] -= 1
+    if not counts[value]:
+        del counts[value]
 
 
 class Layer:

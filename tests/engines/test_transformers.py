@@ -242,7 +242,7 @@ def test_a_missing_block_leaves_the_prefix_before_it(node: NodeProcess) -> None:
 def test_without_a_fabric_blocks_are_sent_over_grpc(
     node: NodeProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(*_: object) -> None:
+    def none(*_: object, **_how: object) -> None:
         raise FabricUnavailable("there is none")
 
     monkeypatch.setattr(OwnSide, "open_fabric", none)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from nic_offload.match_action import Entry, Table
-from nic_offload.match_probing import NETWORKS_MAX
+from nic_offload.match_probing import BY_TENANT, NETWORKS_MAX
 from nic_offload.match_space import NETWORKS_PER_MASK_MAX
 from tests.nic_offload.matching import BASE, Fields, Written, expected, request, rule
 
@@ -141,6 +141,7 @@ def test_a_mask_with_too_many_networks_is_always_probed_and_still_correct() -> N
     assert table.match(request(source="0.3.1.1"), 1) is entries[first + 3]
     assert table.match(request(source="4.0.1.1"), 1) is entries[-1]
     assert table.match(request(source="10.200.0.1"), 1) is entries[first - 1]
+    assert _steps(table, "99.9.9.9") == table.statistics().masks, "also for a network without entries"
     for entry in entries:
         table.remove(entry)
     assert table.statistics() == (0, 0, 0, 0)
@@ -168,3 +169,46 @@ def test_a_plain_mask_below_wildcards_and_one_without_a_source_are_always_probed
     far = request(source="203.0.113.9")
     assert table.match(far, 1) is exact
     assert table.match(request(source="203.0.113.9", user="bob", destination_port=80), 1) is ported
+
+
+def test_behind_one_proxy_a_request_is_looked_up_in_its_tenants_maps_only() -> None:
+    """All requests come from one network, for which each mask has entries: of other tenants."""
+    dice = random.Random(6)
+    written: list[Written] = [
+        ({"tenant": f"t{number}", "source": f"10.0.0.0/{8 + number % 16}"}, 1_000 + number % 16)
+        for number in range(64)
+    ]
+    table = Table()
+    table.replace([rule(priority=priority, **fields) for fields, priority in written])
+    assert [stage.shift for stage in table._probing.stages] == [BY_TENANT]
+    added: list[Written] = []
+    entries: list[Entry] = []
+    for turn in range(120):
+        fields: Fields = {"tenant": f"t{dice.randrange(90)}", "source": f"10.0.0.0/{9 + turn % 15}"}
+        if (fields, 7_000) not in added:
+            entries.append(table.add(rule(priority=7_000, **fields)))
+            added.append((fields, 7_000))
+        if turn % 3 == 2:
+            gone = dice.randrange(len(added))
+            table.remove(entries.pop(gone))
+            added.pop(gone)
+        for number in range(0, 92, 5):
+            asked: Fields = {"tenant": f"t{number}", "source": f"10.0.{dice.randrange(256)}.7"}
+            found, best = table.match(request(**asked), 1), expected(written, added, BASE | asked)
+            wanted = None if best is None else (written + added)[int(best)]
+            got = None if found is None else (found.pattern.tenant, found.priority)
+            assert got == (None if wanted is None else (wanted[0]["tenant"], wanted[1])), asked
+            shown = table.explain(request(**asked))
+            assert (shown[0].entry if shown else None) is found
+    near, other = table._probing.stages[-1].near, table._probing.stages[-1].other
+    assert len(other.steps) == 0
+    assert max(len(one.steps) for one in near.values()) < 12
+
+
+def test_a_mask_with_too_many_tenants_is_always_probed_and_still_correct() -> None:
+    table = Table()
+    for number in range(NETWORKS_PER_MASK_MAX + 2):
+        table.add(rule(priority=5, tenant=f"t{number}", source="10.0.0.0/8"))
+    entry = table.add(rule(priority=5, tenant="last", source="10.0.0.0/8"))
+    assert table.match(request(tenant="last"), 1) is entry
+    assert [space.tenants for space in table._added.spaces.values()] == [None]
