@@ -141,11 +141,16 @@ def _wait_for_saves() -> None:
 
 
 def _step_until_stored(llm: Any) -> None:
-    """Step until vLLM's multi-tier offloading has finished, as the engine's own loop would."""
+    """Step until vLLM's multi-tier offloading has finished, as the engine's own loop would, and its tiers have, too."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     until = time.perf_counter() + 60
     while scheduler.has_requests() and time.perf_counter() < until:
         llm.llm_engine.step()
+    connector = getattr(scheduler.connector, "scheduler", None)
+    manager = getattr(connector, "manager", None)
+    while getattr(manager, "_jobs", None) and time.perf_counter() < until:
+        manager._process_finished_jobs()
+        time.sleep(0.0005)
 
 
 def _drop_pool(llm: Any) -> bool:

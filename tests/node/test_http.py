@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.client import Client
+from kvstore.client import Client, Hit
 from kvstore.config import NodeConfig
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import ConfigError, KvError, NodeUnavailable, Overloaded
@@ -44,7 +44,10 @@ from kvstore.node.http import Answer, HttpServer, _Asked, _Bad
 from kvstore.node.listening import Certificates
 from kvstore.node.pages import _health
 from kvstore.node.tenants import Tenants, token_digest
+from tests.client.test_direct_reads import direct, small
+from tests.client.test_fabric_caller import get
 from tests.client.test_identity import over_tls, pki  # noqa: F401 - a fixture
+from tests.client.test_shared import put as put_blocks
 from tests.conftest import SMALL_DRIVE, ClientWithBuffers, pin_too_much, small_client, small_node
 from tests.nic_offload.rig import wait_until
 from tests.storage.fakes import FakeClock
@@ -274,6 +277,18 @@ def raw(url: str, sent: bytes) -> bytes:
         while part := connection.recv(1 << 16):
             parts.append(part)
     return b"".join(parts)
+
+
+def test_hits_that_needed_no_call_are_counted_when_a_page_is_requested(
+    node: NodeProcess, rig: ClientWithBuffers
+) -> None:
+    (block,) = small(rig, 1)
+    put_blocks(rig, [block])
+    before = values(http_url(node))["kvstore_hits_total", "memory"]
+    for count in range(1, 9):
+        assert get(rig, [block]) == [Hit(block.key)]
+        assert values(http_url(node))["kvstore_hits_total", "memory"] == before + count
+    assert direct(rig).blocks == count
 
 
 def asked_at_once(url: str, path: str, count: int) -> list[bytes]:
