@@ -148,7 +148,7 @@ def _step_until_stored(llm: Any) -> None:
         llm.llm_engine.step()
     connector = getattr(scheduler.connector, "scheduler", None)
     manager = getattr(connector, "manager", None)
-    while getattr(manager, "_jobs", None) and time.perf_counter() < until:
+    while manager is not None and getattr(manager, "_jobs", None) and time.perf_counter() < until:
         manager._process_finished_jobs()
         time.sleep(0.0005)
 
