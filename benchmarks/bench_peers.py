@@ -49,7 +49,8 @@ _CAPACITY = "1GiB"  # the default
 _DRIVE_BYTES = 128 * _MIB
 _AHEAD, _CADENCE_US, _SMALL = 64, 20_000, 32 * _KIB
 _CLIENTS = 4
-_CLIENT_CALLS = 2
+_CLIENT_BYTES = 128 * _MIB  # of each: enough to make the moment small in which they start one after the other
+_CLIENT_CAPACITY, _CLIENT_HOT = "4GiB", "2GiB"
 _KILLS, _KILL_BATCH, _KILL_CALLS = 3, 64, 4
 _IDLE_S = 2.0
 _IDLE_AFTER_S = 5.0  # after which an idle node ticks at its lowest rate
@@ -146,7 +147,9 @@ def _many(form: Form, home: Path, shape: Shape, rounds: int) -> None:
     """Four clients in four processes compared with one of them, for triggerkv and for Redis."""
     home.mkdir()
     with ExitStack() as stack:
-        node = stack.enter_context(NodeProcess(home / "node", capacity=_CAPACITY))
+        node = stack.enter_context(
+            NodeProcess(home / "node", capacity=_CLIENT_CAPACITY, arguments=("--hot", _CLIENT_HOT))
+        )
         server = stack.enter_context(Redis(home / "redis", "nothing kept"))
         sides = {
             "us": [stack.enter_context(_client(node)) for _ in range(_CLIENTS)],
@@ -185,14 +188,13 @@ def _compare_clients(form: Form, shape: Shape, rates: Mapping[tuple[str, str, in
 
 def _together(clients: Sequence[Worker], shape: Shape) -> dict[str, float]:
     """Run all of them at the same time: total bytes, from the first call to the last answer."""
+    calls = _CLIENT_BYTES // (shape.size * shape.batch)
 
-    def all_of(*words: object) -> list[Timed]:
+    def all_of(*words: object) -> float:
         for client in clients:
             client.tell(*words)
-        return [client.answered() for client in clients]
-
-    def gbps(found: Sequence[Timed]) -> float:
-        total = len(found) * shape.size * shape.batch * _CLIENT_CALLS
+        found = [client.answered() for client in clients]
+        total = len(found) * shape.size * shape.batch * calls
         return total / (max(one.end_ns for one in found) - min(one.begin_ns for one in found))
 
     def forget() -> None:
@@ -200,12 +202,12 @@ def _together(clients: Sequence[Worker], shape: Shape) -> dict[str, float]:
             client.ask("forget", shape.name)
 
     put = ("put", shape.name)
-    rates = {"landed": gbps(all_of(*put, "landed", shape.batch, shape.window, _CLIENT_CALLS))}
+    rates = {"landed": all_of(*put, "landed", shape.batch, shape.window, calls)}
     forget()
-    all_of(*put, "written", shape.batch, shape.window, _CLIENT_CALLS)
+    all_of(*put, "written", shape.batch, shape.window, calls)
     get = ("get", shape.name, shape.batch, shape.window)
     all_of(*get)
-    rates["hot"] = gbps(all_of(*get))
+    rates["hot"] = all_of(*get)
     forget()
     return rates
 
