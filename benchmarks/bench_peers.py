@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from benchmarks.form import Form
     from benchmarks.peers.cells import Shape
-    from benchmarks.peers.client_process import Timed
     from benchmarks.peers.contenders import Contender
 
 _KIB, _MIB = 1 << 10, 1 << 20
