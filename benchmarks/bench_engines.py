@@ -9,7 +9,8 @@ server are restarted, which empties their memory, and every prompt is looked up 
 that of the plain engine.
 
 How fast a tier behind the pool can be is measured as well. vLLM's own example of a tier only lists what it was given,
-and moves no bytes: with it the pool takes as long as vLLM needs for any tier. One copy of the bytes comes on top.
+and moves no bytes: with it the pool takes as long as vLLM needs for any tier. One copy of the bytes comes on top, and
+after a restart the time in which the drive alone reads as many.
 
 The results are medians of the rounds, and how much longer each way takes than a hit in the plain engine's own cache in
 the same round. vLLM's worker for GPUs is replaced by copies on the CPU (`tests.engines.cpu_pool`).
@@ -30,6 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore.bench.bare import BareDrive
+from kvstore.storage.disk import DiskOpKind
 from tests.engines.engine import PATIENT, Engine, Said, tiered
 from tests.engines.lmcache_server import LmcacheServer
 from tests.engines.model import make_llama
@@ -78,6 +81,8 @@ _GOALS = {
 }
 _STORED_GOALS = {"TTFT": 1.02, "CPU": 1.05}
 _LIMIT_GOAL = 1 / 0.85
+_LMCACHE_GOAL = 0.6
+_RECORD_BYTES = 1 << 20  # of a read of the drive alone
 
 
 def run(form: Form) -> None:
@@ -103,6 +108,8 @@ class _Shape:
         self._node, self._block_tokens = node, block_tokens
         self._kv, self._copy = np.ones((2, kv_bytes), np.uint8)
         self._copied_ms: list[float] = []
+        self._read_ms: list[float] = []
+        self._drive = stack.enter_context(BareDrive(place, kv_bytes))
         self._dice = random.Random(block_tokens)
         files = tiered(pool_bytes=_POOL_BYTES)
         extra = files["kv_connector_extra_config"]
@@ -145,6 +152,9 @@ class _Shape:
             for way in self._in_turns(number):
                 if way not in (_OWN, _POOL, _LIST):
                     self._say(number, way, "after a restart", prompt, answers[number])
+            if number:
+                gbps = self._drive.gbps(DiskOpKind.READ, _RECORD_BYTES)
+                self._read_ms.append(1e3 * self._kv.nbytes / (gbps * 1e9))
 
     def _in_turns(self, number: int) -> list[str]:
         """The ways, beginning with another one in each round, after the plain engine, which is always first."""
@@ -228,20 +238,37 @@ class _Shape:
                         goal=_GOALS.get((way, state)) if what == "TTFT" else None,
                         lower_is_better=True,
                     )
-        added = {
-            way: [
-                _ms(one, "TTFT") - _ms(bare, "TTFT")
-                for one, bare in zip(self._said[way, "pool emptied"], self._said[_OWN, "own"], strict=True)
-            ]
-            for way in (_TIER, _LIST)
-        }
+        for way in (_TIER, _CONNECTOR):
+            for state in ("hot", "after a restart"):
+                self._against(form, name, way, state, _LMCACHE, _LMCACHE_GOAL)
+            self._against(form, name, way, "after a restart", _FILES, 1)
+        share = [
+            own + copied
+            for own, copied in zip(self._added(_LIST, "pool emptied"), self._copied_ms, strict=True)
+        ]
+        read = [own + ms for own, ms in zip(share, self._read_ms, strict=True)]
+        for state, what, limit in (
+            ("pool emptied", "vLLM's own share and one copy", share),
+            ("after a restart", "vLLM's own share, one copy, and the drive alone", read),
+        ):
+            form.pairs(
+                f"{name}: {_TIER}, {state}, added TTFT, against {what}",
+                "ms",
+                self._added(_TIER, state),
+                limit,
+                goal=_LIMIT_GOAL,
+                lower_is_better=True,
+            )
+
+    def _added(self, way: str, state: str) -> list[float]:
+        """Milliseconds longer than a hit in the plain engine's own cache, by round."""
+        said, own = self._said[way, state], self._said[_OWN, "own"]
+        return [_ms(one, "TTFT") - _ms(other, "TTFT") for one, other in zip(said, own, strict=True)]
+
+    def _against(self, form: Form, name: str, way: str, state: str, other: str, goal: float) -> None:
+        metric = f"{name}: {way}, {state}, added TTFT, against {other}"
         form.pairs(
-            f"{name}: {_TIER}, pool emptied, added TTFT, against vLLM's own share and one copy",
-            "ms",
-            added[_TIER],
-            [own + copied for own, copied in zip(added[_LIST], self._copied_ms, strict=True)],
-            goal=_LIMIT_GOAL,
-            lower_is_better=True,
+            metric, "ms", self._added(way, state), self._added(other, state), goal=goal, lower_is_better=True
         )
 
 

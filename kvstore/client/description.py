@@ -17,8 +17,7 @@ __all__ = ["described"]
 
 
 def described(client: object, nodes: str | Sequence[str], reach: Reach, **settings: object) -> str:
-    """A client of these nodes as its constructor would be called, with the tenant if it names one."""
-    if reach.tenant:
-        settings["tenant"] = reach.tenant
-    named = (f"{name}={value!r}" for name, value in settings.items())
+    """A client of these nodes as its constructor would be called, without settings that are None."""
+    settings["tenant"] = reach.tenant or None
+    named = (f"{name}={value!r}" for name, value in settings.items() if value is not None)
     return f"{type(client).__name__}({', '.join((repr(nodes), *named))})"

@@ -45,5 +45,5 @@ def test_asyncio_clients_and_sessions_show_the_same() -> None:
     assert asyncio.run(shown()) == [
         "AsyncClient('127.0.0.1:1', transport='auto')",
         "AsyncSession(user='ada', name='chat 7')",
-        "AsyncClusterClient(['127.0.0.1:2'], replicas=1, transport='auto')",
+        "AsyncClusterClient(['127.0.0.1:2'], transport='auto')",
     ]
