@@ -513,7 +513,6 @@ VLLM_SAVING_MAX = 65_536  # blocks that are being saved
 VLLM_STEP_LOAD_BYTES = 64 << 20  # of one rank's blocks in shared memory, for which a step may wait,
 VLLM_STEP_LOAD_MS = 200  # and for how long; copying them takes milliseconds
 VLLM_TIER_HALF_BYTES_MIN = 2 << 20  # of a load, which two threads then make
-VLLM_TIER_SAVES_NICE = 10  # of the thread that stores chunks, so that it leaves the cores to the engine
 VLLM_TIER_STEP_MS = 20  # for which an idle engine's step waits for a tier; then it goes on beside steps
 VLLM_LOADING_WAIT_S = 0.005  # of an idle thread, between two looks for work
 VLLM_SAVING_WAIT_S = 0.002

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -175,7 +176,7 @@ def test_copies_of_a_load_run_after_earlier_work_on_their_target_and_before_late
 
     device.compute.queue(before)
     with running(device):
-        copies.load([Copy(address, copies.address(0), 4096)])
+        copies.load([Copy(address, copies.address(0), 4096)], target)
         device.compute.queue(after)
     device.run()
     assert set(earlier) == {b"\0"}
@@ -238,6 +239,42 @@ def test_memory_is_not_reused_while_a_copy_into_it_is_pending(
             assert first.resume(_tokens(101)).tokens == 0, "the late copies were sent nowhere"
             assert first.save(live, tokens).error is None
             assert _same(first.resume(_tokens(101)).cache, live)
+
+
+class _RefusingInTheMiddle(HostDevice):
+    """A device that accepts some copies of a call, and then refuses the next."""
+
+    accepts: int | None = None
+
+    def copy(self, stream: HostStream, copies: Iterable[Copy]) -> None:
+        if self.accepts is None:
+            super().copy(stream, copies)
+            return
+        super().copy(stream, list(copies)[: self.accepts])
+        self.accepts = None
+        raise DeviceError("The device has no memory for another copy.")
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_copies_before_a_refused_one_are_waited_for(node: NodeProcess, *, loads: bool) -> None:
+    model, tokens, live = _computed("full", 100)
+    others, other = _tokens(100, seed=6), DynamicCache(config=model.config)
+    _run(model, others, other)
+    device, gate = _RefusingInTheMiddle(3), threading.Event()
+    with running(device), CacheStore(node.target, model, block_tokens=16, device=device) as store:
+        first, second = store.session("ada", "stored"), store.session("ada", "refused")
+        assert first.save(live, tokens).error is None
+        device.compute.queue(gate.is_set)
+        device.accepts = 40
+        if loads:
+            assert first.resume(_tokens(101)).tokens == 0
+        else:
+            assert isinstance(second.save(other, others).error, DeviceError)
+        opens = threading.Timer(0.3, gate.set)
+        opens.start()
+        assert _same(first.resume(_tokens(101)).cache, live)
+        assert gate.is_set()
+        opens.join()
 
 
 class _Full(HostDevice):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import threading
 import time
 import warnings
 from types import SimpleNamespace as Fake
@@ -31,7 +29,6 @@ from kvstore.engines.vllm.settings import ENGINE
 from kvstore.engines.vllm.tier import TriggerKvTier
 from kvstore.engines.vllm.tiering_connector import TriggerKvTieringConnector
 from kvstore.errors import Closed, ConfigError
-from kvstore.limits import VLLM_TIER_SAVES_NICE
 from tests.engines.node import Node, until
 
 if TYPE_CHECKING:
@@ -172,14 +169,6 @@ def test_a_chunk_is_loaded_once_for_a_request(node: Node) -> None:
     one.tier.on_request_finished(context)
     assert not one.tier._seen
     assert one.counts()["evicted_chunks"] == 1
-    one.tier.shutdown()
-
-
-def test_the_thread_that_stores_leaves_the_cores_to_the_engine(node: Node) -> None:
-    one = Tier(node.target)
-    nice = one.tier._saves.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result()
-    assert nice == VLLM_TIER_SAVES_NICE
-    assert os.getpriority(os.PRIO_PROCESS, os.getpid()) < VLLM_TIER_SAVES_NICE
     one.tier.shutdown()
 
 

@@ -278,7 +278,7 @@ class ChatSession:
         wanted = wanted[: usable(self._store.shapes, wanted)]
         try:
             cache, here, miss = self._store.fetched(wanted, self._notes)
-        except DeviceError as error:
+        except (DeviceError, CudaUnavailable) as error:
             log.warning("A conversation is not resumed: %s", error)
             cache, here = DynamicCache(config=self._store.config), 0
             miss = Miss(MissReason.UNREADABLE, str(error))

@@ -94,6 +94,8 @@ class DeviceCopies:
         self._begin = address_of(memory)
         self._mapped = device.map(self._begin, len(memory))
         self.flag = CopyFlag(device)
+        self._is_unmarked = False  # copies may be queued that no number of the flag is behind
+        self._lost: list[object] = []  # tensors that pending copies of a failed load may write to
         self._clock = SystemClock()
 
     def save(
@@ -106,29 +108,41 @@ class DeviceCopies:
         """Queue the copies of blocks, which fire what is armed on the flag's next number."""
         # A layer's memory need not be dense, as after a cut: its copy is computed before our stream goes on.
         dense = [tuple(tensor if _is_dense(tensor) else tensor.contiguous() for tensor in kv) for kv in cache]
-        device = self.device
-        device.wait(self._stream, device.record(device.current_stream()))
         copies = []
         for part in _parts(shapes, some):
             tensor = dense[part.layer][part.which]
             first = tensor.shape[2] - (cached_tokens - part.end) - part.blocks * part.tokens
             runs = part.copies(self._begin, tensor.data_ptr(), _head_bytes(tensor), first)
             copies += [Copy(target, source, part.run_bytes) for target, source in runs]
-        device.copy(self._stream, copies)
-        self.flag.store_next(self._stream)
-        device.wait(device.current_stream(), device.record(self._stream))
+        self._queue(copies)
 
-    def load(self, runs: Sequence[Copy]) -> None:
-        """Copy out of the memory; returns when it may be used again. The model's later work comes after it."""
+    def load(self, runs: Sequence[Copy], into: object) -> None:
+        """Copy out of the memory into tensors, before the model's later work; returns when it may be used again."""
+        try:
+            self._queue(runs)
+            self.settle()
+        except BaseException:
+            self._lost.append(into)
+            raise
+
+    def _queue(self, copies: Sequence[Copy]) -> None:
+        """Queue copies between the model's work until now and its later work, and behind them the flag's next number.
+
+        The device may refuse any of them; then the next `settle` stores a number behind what was queued.
+        """
         device = self.device
         device.wait(self._stream, device.record(device.current_stream()))
-        device.copy(self._stream, runs)
-        self.flag.store_next(self._stream)
+        self._is_unmarked = True
+        device.copy(self._stream, copies)
         device.wait(device.current_stream(), device.record(self._stream))
-        self.settle()
+        self.flag.store_next(self._stream)
+        self._is_unmarked = False
 
     def settle(self) -> None:
         """Wait until no copy to or from the memory is pending; DeviceError if that takes too long."""
+        if self._is_unmarked:
+            self.flag.store_next(self._stream)
+            self._is_unmarked = False
         until_ns = self._clock.monotonic_ns() + ENGINE_DEVICE_COPY_MS * 1_000_000
         pause = Event()
         while not self.flag.has(self.flag.last):
@@ -137,6 +151,7 @@ class DeviceCopies:
                     "The device has not done its copies in time; its memory is not used meanwhile."
                 )
             pause.wait(ENGINE_DEVICE_POLL_MS / 1000)
+        self._lost.clear()
 
     def address(self, offset: int) -> int:
         """Of a byte of the memory."""
@@ -166,7 +181,7 @@ class DeviceGathered:
             addresses = part.copies(self._copies.address(0), tensor.data_ptr(), head_bytes, 0)
             runs += [Copy(target, source, part.run_bytes) for source, target in addresses]
             self._parts[part.layer][part.which].append(tensor)
-        self._copies.load(runs)
+        self._copies.load(runs, self._parts)
 
     def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of each layer; for a windowed layer, of its newest tokens."""

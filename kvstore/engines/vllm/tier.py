@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -50,7 +48,6 @@ from kvstore.limits import (
     VLLM_LOADING_WAIT_S,
     VLLM_SHUTDOWN_MS,
     VLLM_TIER_HALF_BYTES_MIN,
-    VLLM_TIER_SAVES_NICE,
     VLLM_TIER_STORING_PART,
 )
 from kvstore.names import block_key
@@ -169,7 +166,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         self._seen: dict[str, _Seen] = {}
         self._loads = ThreadPoolExecutor(VLLM_LOAD_THREADS, "kvstore-tier-load")
         self._halves = ThreadPoolExecutor(VLLM_LOAD_THREADS, "kvstore-tier-half")  # one of a load each
-        self._saves = ThreadPoolExecutor(1, "kvstore-tier-save", _leave_cores)
+        self._saves = ThreadPoolExecutor(1, "kvstore-tier-save")
         self._under_way: dict[int, tuple[bool, _Job, Future[_Moved]]] = {}
         self._ended: list[JobResult] = []
         self._counts: dict[str, int] = {}
@@ -430,12 +427,6 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         for threads in (self._loads, self._halves, self._saves):
             threads.shutdown()
         self._lookups.shutdown()
-
-
-def _leave_cores() -> None:
-    """Let the engine's own threads have the cores first; chunks that were not stored yet can wait."""
-    with suppress(OSError):  # a sandbox may forbid it
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), VLLM_TIER_SAVES_NICE)
 
 
 def _form(spec: Any, size: int) -> bytes:
