@@ -216,6 +216,25 @@ def test_a_step_that_computes_a_layer_twice_is_not_stored(engine: Engine, device
     assert totals(engine)["failed"] == 1
 
 
+@pytest.mark.parametrize("accepts", [0, 1, 2])
+def test_memory_of_a_transport_that_could_not_be_made_is_not_registered_any_more(
+    memory_node: MemoryNode, accepts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, mapped = Refusing(), list[int]()
+
+    def map_some(address: int, length: int) -> Mapped:
+        if len(mapped) == accepts:
+            device.refused.add("map")
+        mapped.append(address)
+        return Refusing.map(device, address, length)
+
+    monkeypatch.setattr(device, "map", map_some)
+    with pytest.raises(DeviceError):
+        Engine(memory_node, SHAPE, device, transport="memory")
+    assert len(mapped) == accepts + 1
+    assert not device._mapped
+
+
 @pytest.mark.parametrize("call", ["copy", "record", "wait"])
 def test_a_device_that_refuses_work_costs_the_step_and_not_the_engine(
     engine: Engine, device: Refusing, call: str

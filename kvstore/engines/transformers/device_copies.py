@@ -93,7 +93,11 @@ class DeviceCopies:
         self._stream = device.open_stream()
         self._begin = address_of(memory)
         self._mapped = device.map(self._begin, len(memory))
-        self.flag = CopyFlag(device)
+        try:
+            self.flag = CopyFlag(device)
+        except BaseException:
+            self._mapped.close()
+            raise
         self._is_unmarked = False  # copies may be queued that no number of the flag is behind
         self._lost: list[object] = []  # tensors that pending copies of a failed load may write to
         self._clock = SystemClock()

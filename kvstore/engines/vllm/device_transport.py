@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 import queue
+from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -66,14 +67,18 @@ class DeviceTransport:
         self._device, self._clock = memory.device, SystemClock()
         self._stream = memory.device.open_stream()
         self._window_bytes = -(-max(SLAB_BYTES, object_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._arrivals = LoadMemory(client, memory.device, VLLM_DEVICE_WINDOWS * self._window_bytes)
         self._windows: queue.Queue[_Window] = queue.Queue()
         for number in range(VLLM_DEVICE_WINDOWS):
             self._windows.put(_Window(number * self._window_bytes))
-        self._mapped = memory.device.map(address_of(copies), len(copies))
-        flag = CopyFlag(memory.device)
         timeout_s = (settings.save_timeout_ms + VLLM_DEVICE_COPY_MS) / 1000
-        sender = PutSender(client, client.register(copies), slots, timeout_s, flag.word)
+        with ExitStack() as undo:  # the driver must not know memory of a transport that was not made
+            windows_bytes = VLLM_DEVICE_WINDOWS * self._window_bytes
+            self._arrivals = undo.enter_context(LoadMemory(client, memory.device, windows_bytes))
+            self._mapped = undo.enter_context(memory.device.map(address_of(copies), len(copies)))
+            flag = CopyFlag(memory.device)
+            undo.callback(flag.close)
+            sender = PutSender(client, client.register(copies), slots, timeout_s, flag.word)
+            undo.pop_all()
         self.name = self._arrivals.name
         self.saves = DeviceSaves(memory, copies, sender, flag)
 

@@ -17,6 +17,7 @@ from kvstore.client import Client
 from kvstore.engines.stores import name_of
 from kvstore.errors import KvError
 from kvstore.reach import GRPC
+from nic_offload.handle import Handle
 from nic_offload.memory import address_of
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadMemory"]
 
 
-class LoadMemory:
+class LoadMemory(Handle):
     """Registered memory, and the address at which the device reads it."""
 
     def __init__(self, client: Store, device: Device, length: int) -> None:
@@ -47,7 +48,11 @@ class LoadMemory:
         memory = mmap.mmap(-1, length)
         self.address = address_of(memory)
         self._mapped = device.map(self.address, length)
-        self.region = client.register(memory)
+        try:
+            self.region = client.register(memory)
+        except BaseException:
+            self._mapped.close()
+            raise
         self.name = f"{name_of(client)}, through page-locked memory: {why}"
 
     def _take_own(self, fabric: Fabric, length: int) -> None:
@@ -58,6 +63,10 @@ class LoadMemory:
             own.close()
             raise
         self._own, self.address = own, own.address
+
+    def close(self) -> None:
+        """Give the memory back; the client is closed, or nothing has begun."""
+        (self._mapped if self._own is None else self._own).close()
 
     def see(self) -> None:
         """Let the device see what has arrived."""
