@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.engines.vllm import groups
 from kvstore.engines.vllm.groups import Load, Wanted
-from kvstore.errors import DeviceError
+from kvstore.errors import CudaUnavailable, DeviceError
 from kvstore.testing import MemoryNode
 from nic_offload.host_device import HostDevice
 from tests.device.engine import Engine, random_values, wait_for
@@ -43,6 +43,11 @@ class Refusing(HostDevice):
     def copy(self, stream: Any, copies: Any) -> None:
         self._check("copy")
         super().copy(stream, copies)
+
+    def store(self, stream: Any, word: int, value: int) -> None:
+        if "store" in self.refused:
+            raise CudaUnavailable("The compiler NVRTC has no kernel for this GPU.")
+        super().store(stream, word, value)
 
     def record(self, stream: Any) -> Any:
         self._check("record")
@@ -235,7 +240,7 @@ def test_memory_of_a_transport_that_could_not_be_made_is_not_registered_any_more
     assert not device._mapped
 
 
-@pytest.mark.parametrize("call", ["copy", "record", "wait"])
+@pytest.mark.parametrize("call", ["copy", "record", "wait", "store"])
 def test_a_device_that_refuses_work_costs_the_step_and_not_the_engine(
     engine: Engine, device: Refusing, call: str
 ) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.engines.vllm.saving import Batch, Saved, Saves
-from kvstore.errors import DeviceError
+from kvstore.errors import KvError
 from nic_offload.device import Copy
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class DeviceSaves(Saves):
             }
         try:
             self._capture(name, self._opened)
-        except DeviceError as error:
+        except KvError as error:
             self._refused(error)
 
     def settle(self, *, is_sound: bool) -> None:
@@ -90,7 +90,7 @@ class DeviceSaves(Saves):
             if batches:
                 copied_at = self._flag.store_next(self._side)
                 device.wait(device.current_stream(), device.record(self._side))
-        except DeviceError as error:
+        except KvError as error:
             self._refused(error)
         if self._is_broken or not batches:
             copied_at = self._flag.last + 1  # the next store to the flag comes after these copies
@@ -133,7 +133,7 @@ class DeviceSaves(Saves):
         for target, source in zip(targets.ravel().tolist(), sources.ravel().tolist(), strict=True):
             yield Copy(target, source, length)
 
-    def _refused(self, error: DeviceError) -> None:
+    def _refused(self, error: KvError) -> None:
         if not self._is_broken:
             log.warning("A step's blocks are not stored: %s", error)
         self._is_broken = True
