@@ -44,6 +44,15 @@ static void begin_piece(struct tk_lane *lane, const struct piece *piece)
 	prepare(lane, placed);
 }
 
+/* Under the lock, because `tk_lane_hear` copies records that are under way. */
+static void note_failure(struct tk_lane *lane, struct record *record, int status)
+{
+	pthread_mutex_lock(&lane->lock);
+	if (!record->told.result)
+		record->told.result = status;
+	pthread_mutex_unlock(&lane->lock);
+}
+
 static int has_pieces(const struct tk_lane *lane, uint32_t count)
 {
 	return lane->pieces_begun - lane->pieces_freed + count <= lane->setup.depth;
@@ -110,7 +119,7 @@ static uint32_t encrypt_piece(struct tk_lane *lane, struct record *record)
 	struct piece piece = {.record = record, .taken = taken, .offset = offset,
 			      .parts = {{.iov_len = 0}, {.iov_base = bytes, .iov_len = size}}};
 	if (status) { /* the library failed: the record is abandoned, and the lane stops */
-		record->told.result = status;
+		note_failure(lane, record, status);
 		piece.is_over = 1;
 		*piece_of(lane, lane->pieces_begun++) = piece;
 		free_pieces(lane);
@@ -157,8 +166,7 @@ static int settle(struct tk_lane *lane, struct piece *piece, int moved)
 		return 0;
 	}
 	if (moved <= 0 || moved % DIRECT_ALIGN || piece->moved + (uint64_t)moved > piece->size) {
-		if (!piece->record->told.result)
-			piece->record->told.result = moved < 0 ? moved : -EIO;
+		note_failure(lane, piece->record, moved < 0 ? moved : -EIO);
 		return 1;
 	}
 	piece->moved += (uint64_t)moved;
