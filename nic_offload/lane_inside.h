@@ -78,7 +78,7 @@ struct tk_lane {
 };
 
 /* lane_writes.c */
-int write_some(struct tk_lane *lane, uint32_t budget); /* begins to write records, after so many bytes are made no more */
+int write_some(struct tk_lane *lane, uint32_t budget); /* begins to write records, until it has prepared so many bytes */
 int reap_writes(struct tk_lane *lane);
 void submit_writes(struct tk_lane *lane);
 

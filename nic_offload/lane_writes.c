@@ -44,7 +44,7 @@ static void begin_piece(struct tk_lane *lane, const struct piece *piece)
 	prepare(lane, placed);
 }
 
-/* Under the lock, because `tk_lane_hear` copies records that are under way. */
+/* Takes the lock: `tk_lane_hear` copies records that are under way. */
 static void note_failure(struct tk_lane *lane, struct record *record, int status)
 {
 	pthread_mutex_lock(&lane->lock);

@@ -515,7 +515,7 @@ def test_the_guard_checks_while_a_peer_is_new_unauthenticated_refused_or_barred(
     assert guard.is_busy, "connections that were let in bring much"
     link = rig.come()
     rig.check()
-    assert guard.must_check(), "one who has not been let in is waited for"
+    assert guard.must_check(), "a peer that has not authenticated is still pending"
     guard.proved(peer(link))
     rig.check()
     assert not guard.must_check()
