@@ -50,8 +50,8 @@ def test_undelivered_refusals_leak_no_memory(refuses: Callable[[Any], Any]) -> N
         over: asyncio.Queue[None] = asyncio.Queue()
 
         async def answer(_: bytes, context: Any) -> None:
-            await context.send_initial_metadata(())
-            try:
+            try:  # the caller has the metadata, and may have reset the call, before we go on
+                await context.send_initial_metadata(())
                 await refuses(context)
             finally:
                 over.put_nowait(None)
