@@ -2,47 +2,66 @@
  * Finds out what a NIC with its own counters compares thresholds with: successes, as in the source of cxi, or successes
  * plus failures, as in fi_trigger(3).
  *
- * What always holds: if the probe has no result, or the NIC has no slot left for it, failures are assumed to fire: then
- * nothing is handed over that would be wrong there.
+ * A step that doesn't fire can't be told from one that is late. So steps that must fire are timed beside it, on the
+ * same counter: one before it, and the step itself afterwards.
+ *
+ * What always holds: failures are assumed to fire unless the step was given LATENESS_FACTOR times as long as those took.
+ * So also if the NIC has no slot left, or a step is lost. Then nothing is handed over that would be wrong where failures
+ * fire.
  */
 #define _GNU_SOURCE
 #include "nic.h"
 
-#define PROBE_NS 5000000u	   /* a step that should fire does so within this time */
-#define PROBE_STUCK_NS 1000000000u /* time after which a step that must fire is considered lost */
+#include <time.h>
 
-static int wait_for(struct fid_cntr *counter, uint64_t value, uint64_t timeout_ns)
+#define POLL_NS 100000u
+#define POLLS 100u	    /* for a step that may fire: 10 ms at least */
+#define POLLS_STUCK 10000u /* for one that must; then it is lost */
+#define LATENESS_FACTOR 16u
+
+/* The number of polls until the counter has the value, or more than the maximum. They are counted, not timed: if this
+ * machine stops for a while, so may the NIC. */
+static unsigned polls_until(struct fid_cntr *counter, uint64_t value, unsigned polls_max)
 {
-	uint64_t until_ns = tk_now_ns() + timeout_ns;
-	while (fi_cntr_read(counter) < value)
-		if (tk_now_ns() >= until_ns)
-			return 0;
-	return 1;
+	static const struct timespec pause = {.tv_nsec = POLL_NS};
+	unsigned polls = 0;
+	while (fi_cntr_read(counter) < value && polls++ < polls_max)
+		nanosleep(&pause, NULL);
+	return polls;
 }
 
-/* A step with a threshold of two, and a counter with one success and one failure: does the step fire? */
-static int step_fires(struct tk_fabric *fabric, struct fid_cntr *counted, struct fid_cntr *seen)
+static int queue_step(struct tk_fabric *fabric, struct fid_cntr *counted, uint64_t threshold, struct fid_cntr *seen)
 {
 	struct fi_op_cntr count = {.cntr = seen, .value = 1};
-	struct fi_deferred_work step = {.triggering_cntr = counted, .threshold = 2, .op_type = FI_OP_CNTR_ADD,
-					.op.cntr = &count};
-	if (fi_control(&fabric->domains->fid->fid, FI_QUEUE_WORK, &step))
-		return 1; /* other processes have all slots */
-	fi_cntr_adderr(counted, 1);
+	struct fi_deferred_work step = {.triggering_cntr = counted, .threshold = threshold,
+					.op_type = FI_OP_CNTR_ADD, .op.cntr = &count};
+	return fi_control(&fabric->domains->fid->fid, FI_QUEUE_WORK, &step);
+}
+
+/* One step waits for one success, a second for two. Does the second fire after a success and a failure? */
+static int probe(struct tk_fabric *fabric, struct fid_cntr *counted, struct fid_cntr *seen)
+{
+	unsigned queued = 0, late = 0;
+	while (queued < 2 && !queue_step(fabric, counted, queued + 1, seen))
+		queued++;
+	int fires = queued < 2; /* other processes have the slots */
+	if (!fires) {
+		fi_cntr_add(counted, 1);
+		late = polls_until(seen, 1, POLLS_STUCK);
+		fi_cntr_adderr(counted, 1);
+		fires = polls_until(seen, 2, POLLS) <= POLLS;
+	}
 	fi_cntr_add(counted, 1);
-	if (wait_for(seen, 1, PROBE_NS))
-		return 1;
-	fi_cntr_add(counted, 1);
-	int fires = !wait_for(seen, 1, PROBE_STUCK_NS);
-	if (fires)
+	late += polls_until(seen, queued, POLLS_STUCK);
+	if (late > POLLS_STUCK)
 		fi_control(&fabric->domains->fid->fid, FI_FLUSH_WORK, NULL);
-	return fires;
+	return fires || late > POLLS / LATENESS_FACTOR;
 }
 
 int nic_failures_fire(struct tk_fabric *fabric)
 {
 	struct fid_cntr *counted = NULL, *seen = NULL;
-	int fires = nic_counter(fabric, &counted) || nic_counter(fabric, &seen) || step_fires(fabric, counted, seen);
+	int fires = nic_counter(fabric, &counted) || nic_counter(fabric, &seen) || probe(fabric, counted, seen);
 	nic_counter_close(counted);
 	nic_counter_close(seen);
 	return fires;

@@ -168,6 +168,7 @@ struct counter {
 	int bound; /* by endpoints and regions */
 	int uses;  /* by operations and triggers that are under way */
 	int moved;
+	uint64_t moved_ns;
 };
 
 struct endpoint {
@@ -216,6 +217,7 @@ struct domain {
 	int idle;
 	int errors_count; /* thresholds are compared with successes plus failures */
 	int reorders;
+	uint64_t late_ns, late_until_ns; /* until then, what is due fires so much later */
 	long fails_every, fails_from; /* every such write of at least so many bytes fails; 0: none does */
 	long writes;		      /* of so many bytes */
 	uint32_t chance;
@@ -280,6 +282,7 @@ HIDDEN int work_flush(struct domain *domain);
 HIDDEN int work_wait_for(struct counter *counter, uint64_t threshold);
 HIDDEN void work_fire(struct domain *domain);
 HIDDEN void work_forget_waits(struct counter *counter);
+HIDDEN void work_forget_moved(struct counter *counter);
 
 /* rma.c */
 struct rma {

@@ -54,6 +54,7 @@ void counter_look(struct counter *counter)
 	if (counter->moved)
 		return;
 	counter->moved = 1;
+	counter->moved_ns = now_ns();
 	counter->next_moved = counter->domain->moved;
 	counter->domain->moved = counter;
 }
@@ -265,6 +266,7 @@ static int counter_close(struct fid *fid)
 		status = say(-FI_EBUSY, "a counter was closed that work, or a request not yet drained, still needs.");
 	} else {
 		work_forget_waits(counter);
+		work_forget_moved(counter);
 		struct counter **at = &domain->counters;
 		while (*at != counter)
 			at = &(*at)->next;

@@ -12,6 +12,7 @@
 #include <time.h>
 
 #define UNREACHABLE_MS 5000
+#define LATE_FOR_NS 300000000u
 
 static struct fi_ops fabric_fid_ops, fid_ops;
 static struct fi_ops_fabric fabric_ops;
@@ -225,6 +226,8 @@ int domain_open(struct fid_fabric *fid, struct fi_info *info, struct fid_domain 
 	domain->unreachable_ns = (uint64_t)setting("SOFT_CASSINI_UNREACHABLE_MS", UNREACHABLE_MS) * 1000000u;
 	domain->errors_count = setting("SOFT_CASSINI_ERRORS_COUNT", 0) != 0;
 	domain->reorders = setting("SOFT_CASSINI_REORDER", 0) != 0;
+	domain->late_ns = (uint64_t)setting("SOFT_CASSINI_LATE_MS", 0) * 1000000u;
+	domain->late_until_ns = now_ns() + LATE_FOR_NS;
 	domain->fails_every = setting("SOFT_CASSINI_FAIL_EVERY", 0);
 	domain->fails_from = setting("SOFT_CASSINI_FAIL_FROM", sizeof(uint64_t) + 1);
 	domain->chance = 1;

@@ -80,13 +80,24 @@ static void fire(struct counter *on, struct trigger *trigger)
 	trigger_free(on, trigger);
 }
 
+static int is_early(const struct domain *domain, const struct counter *counter)
+{
+	return domain->late_ns && now_ns() < counter->moved_ns + domain->late_ns && now_ns() < domain->late_until_ns;
+}
+
 /* An operation that fires may move counters, so this repeats until none has moved. It ends because each operation
  * leaves its list when it fires. */
 void work_fire(struct domain *domain)
 {
+	struct counter *early = NULL;
 	while (domain->moved) {
 		struct counter *counter = domain->moved;
 		domain->moved = counter->next_moved;
+		if (is_early(domain, counter)) {
+			counter->next_moved = early;
+			early = counter;
+			continue;
+		}
 		counter->moved = 0;
 		for (struct trigger **at = &counter->triggers; *at;) {
 			struct trigger *trigger = *at;
@@ -98,6 +109,7 @@ void work_fire(struct domain *domain)
 			fire(counter, trigger);
 		}
 	}
+	domain->moved = early;
 }
 
 static int queue_write_back(struct counter *counter, uint64_t threshold)
@@ -120,6 +132,17 @@ int work_wait_for(struct counter *counter, uint64_t threshold)
 	if (status)
 		give_slots(1);
 	return status;
+}
+
+/* Its triggers are not examined any more. */
+void work_forget_moved(struct counter *counter)
+{
+	struct counter **at = &counter->domain->moved;
+	while (*at && *at != counter)
+		at = &(*at)->next_moved;
+	if (*at)
+		*at = counter->next_moved;
+	counter->moved = 0;
 }
 
 /* Remove the triggers of waits that timed out. */

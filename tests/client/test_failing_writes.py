@@ -17,7 +17,7 @@ from kvstore.client.shared import MappedMemory
 from kvstore.durability import Durability
 from kvstore.miss import Miss, MissReason
 from tests.conftest import MIB, ClientWithBuffers
-from tests.nic_offload.rig import offered
+from tests.nic_offload.rig import offered, wait_until
 
 if TYPE_CHECKING:
     from kvstore.client import Block
@@ -43,8 +43,13 @@ def apart(shared_node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def put(rig: ClientWithBuffers, blocks: list[Block], *, reserved: bool) -> list[Any]:
+    """Put blocks; on the software Cassini its NIC holds them before the flag is stored."""
     rig.flags[0].store(0)
+    fabric = rig.client.fabric
+    handed = fabric.statistics().handed
     puts = rig.client.reserve(blocks).arm(rig.flags[0]) if reserved else rig.client.arm(blocks, rig.flags[0])
+    if FAILS:
+        wait_until(lambda: fabric.statistics().handed >= handed + len(blocks), "the NIC holds the puts")
     rig.flags[0].store(max(block.threshold for block in blocks))
     return list(puts.wait(WAIT_S))
 
