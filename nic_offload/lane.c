@@ -144,11 +144,15 @@ int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max)
 
 uint32_t lanes_home(const struct tk_lanes *lanes, const uint8_t *name)
 {
+	static const uint32_t by_nibble[16] = {
+		0x00000000, 0x1db71064, 0x3b6e20c8, 0x26d930ac, 0x76dc4190, 0x6b6b51f4, 0x4db26158, 0x5005713c,
+		0xedb88320, 0xf00f9344, 0xd6d6a3e8, 0xcb61b38c, 0x9b64c2b0, 0x86d3d2d4, 0xa00ae278, 0xbdbdf21c,
+	};
 	uint32_t crc = UINT32_MAX;
 	for (int i = 0; i < TK_OWNER_BYTES + TK_KEY_BYTES; i++) {
 		crc ^= name[i];
-		for (int bit = 0; bit < 8; bit++)
-			crc = crc >> 1 ^ (crc & 1 ? 0xedb88320u : 0);
+		crc = crc >> 4 ^ by_nibble[crc & 15];
+		crc = crc >> 4 ^ by_nibble[crc & 15];
 	}
 	return lanes->homes[~crc / (uint32_t)((UINT64_C(1) << 32) / TK_LOTS)];
 }
@@ -206,12 +210,8 @@ static int is_full(const struct tk_lane *lane, uint32_t length)
 
 int lane_is_full_of(const struct tk_lane *lane, uint32_t length, const uint8_t *owner)
 {
-	if (!is_full(lane, length))
-		return 0;
-	for (uint32_t i = 0; i < lane->count; i++)
-		if (memcmp(lane->records[(lane->first + i) % lane->setup.depth].header.owner, owner, TK_OWNER_BYTES))
-			return 0;
-	return 1;
+	return is_full(lane, length) && !lane->owner_changes &&
+	       !memcmp(lane->records[lane->first].header.owner, owner, TK_OWNER_BYTES);
 }
 
 struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, const uint8_t *owner,
@@ -220,6 +220,7 @@ struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, cons
 	const struct tk_encryption *encryption = &lane->setup.encryption;
 	uint32_t padded = padded_of(came->length);
 	struct record *record = &lane->records[(lane->first + lane->count) % lane->setup.depth];
+	const struct record *before = &lane->records[(lane->first + lane->count - 1 + lane->setup.depth) % lane->setup.depth];
 	struct tk_written told = {.came = *came, .tag = word->tag};
 	struct vault_key key = {0};
 	int has_key = encryption->vault ? !vault_by_name(encryption->vault, owner, came->domain, &key)
@@ -252,6 +253,8 @@ struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, cons
 	memcpy(record->header.magic, lane->setup.magic, sizeof record->header.magic);
 	memcpy(record->header.key, came->key, sizeof record->header.key);
 	memcpy(record->header.owner, owner, sizeof record->header.owner);
+	record->changes_owner = lane->count && memcmp(before->header.owner, owner, sizeof before->header.owner);
+	lane->owner_changes += (uint32_t)record->changes_owner;
 	memcpy(record->header.fingerprint, came->fingerprint, sizeof record->header.fingerprint);
 	lane->count++;
 	lane->bytes += record->size;
@@ -323,6 +326,7 @@ static int retire(struct tk_lane *lane)
 		lane->first = (lane->first + 1) % lane->setup.depth;
 		lane->count--;
 		pthread_mutex_unlock(&lane->lock);
+		lane->owner_changes -= lane->count && lane->records[lane->first].changes_owner;
 		lane->whole--;
 		lane->bytes -= record->size;
 		busy = 1;

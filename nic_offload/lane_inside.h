@@ -23,6 +23,7 @@ struct record {
 	int is_whole;	 /* no more pieces will begin */
 	int has_ended, is_told; /* reported to the application; its peer is next */
 	int has_landed; /* the peer got `landed`, or is gone */
+	int changes_owner; /* the record before it, if any, has another owner */
 
 	/* Of an encrypted record, until it is complete. */
 	char *payload;
@@ -53,6 +54,7 @@ struct tk_lane {
 	char *headers;		/* a page for each record, unless records are encrypted */
 	uint32_t first, count;	/* changed under the lock */
 	uint64_t bytes; /* of these */
+	uint32_t owner_changes; /* records, except the first, that change the owner */
 	struct piece *pieces; /* a ring of `depth`, by their numbers: */
 	uint64_t pieces_begun, pieces_freed; /* of the next piece, and of the oldest still in use */
 

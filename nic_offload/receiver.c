@@ -167,6 +167,21 @@ void count_later(struct tk_receiver *receiver, int change)
 	__atomic_store_n(&receiver->later_count, receiver->later_count + (uint32_t)change, __ATOMIC_RELAXED);
 }
 
+/* Under the lock. Shortens the list of blocks by those that lanes took. */
+void remove_gone(struct tk_receiver *receiver)
+{
+	uint32_t left = 0, later_at = 0;
+	for (uint32_t i = 0; i < receiver->came_count; i++) {
+		if (i == receiver->later_at)
+			later_at = left;
+		if (receiver->came[i].under_way != GONE)
+			receiver->came[left++] = receiver->came[i];
+	}
+	receiver->later_at = receiver->later_at < receiver->came_count ? later_at : left;
+	receiver->gone_count = 0;
+	__atomic_store_n(&receiver->came_count, left, __ATOMIC_RELAXED);
+}
+
 static void set_time(struct tk_receiver *receiver, uint64_t at_ns)
 {
 	__atomic_store_n(&receiver->tell_at_ns, at_ns, __ATOMIC_RELAXED);
@@ -181,6 +196,8 @@ int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out,
 	for (uint32_t i = 0; i < receiver->came_count; i++) {
 		struct tk_came *came = &receiver->came[i];
 		int is_later = came->under_way == LATER;
+		if (came->under_way == GONE)
+			continue;
 		if (count == out_max || (is_later && !all && !receiver->is_call_next)) {
 			receiver->came[left++] = *came;
 			continue;
@@ -193,6 +210,7 @@ int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out,
 		count++;
 	}
 	__atomic_store_n(&receiver->came_count, left, __ATOMIC_RELAXED);
+	receiver->gone_count = receiver->later_at = 0;
 	receiver->on_lanes = 0;
 	receiver->told = left > receiver->later_count || (left && receiver->is_call_next);
 	receiver->is_call_next = receiver->told && receiver->is_call_next;
@@ -245,7 +263,7 @@ void tell_of_came(struct tk_receiver *receiver, const struct tk_came *came)
 	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + TOLD_NS;
 	if (came->durability > receiver->setup.landed_code || came->is_stored)
 		at_ns = receiver->told_ns + TOLD_AWAITED_NS;
-	uint32_t count = receiver->came_count - receiver->later_count;
+	uint32_t count = receiver->came_count - receiver->gone_count - receiver->later_count;
 	if (at_ns <= now_ns || count >= TOLD_COUNT || receiver->rooms_count <= count + receiver->on_lanes)
 		tell_of_puts(receiver);
 	else if (!receiver->told && (!receiver->tell_at_ns || at_ns < receiver->tell_at_ns))

@@ -20,7 +20,8 @@ struct reading {
 };
 
 #define LATER 0xff /* instead of a lane's number: the block waits for a full lane, or for ground */
-_Static_assert(TK_DRIVES_MAX < LATER, "no lane has this number");
+#define GONE 0xfe  /* the same: a lane has taken a block that waited */
+_Static_assert(TK_DRIVES_MAX < GONE, "no lane has this number");
 
 /* A slot: the generation of its current or next put; the flag value that announces it, 0 once it has arrived; the last
  * value. */
@@ -50,6 +51,8 @@ struct tk_receiver {
 	struct tk_came *came;
 	uint32_t came_count, came_capacity; /* the count is atomic, because it is read without the lock */
 	uint32_t later_count; /* how many of them wait for a lane; atomic, because it is read without the lock */
+	uint32_t gone_count;  /* how many of them a lane has taken since */
+	uint32_t later_at;    /* none before this one waits for a lane */
 	int is_call_next;     /* the application is about to get a call, and takes these with it */
 	uint32_t on_lanes; /* blocks handed to lanes since the application last took some */
 	uint32_t wanted_pages, starved;
@@ -63,6 +66,7 @@ struct tk_receiver {
 /* receiver.c */
 void await_put(struct tk_receiver *receiver, uint32_t slot, uint64_t generation);
 void count_later(struct tk_receiver *receiver, int change); /* under the lock */
+void remove_gone(struct tk_receiver *receiver); /* under the lock */
 void tell_of_puts(struct tk_receiver *receiver); /* under the lock */
 void tell_of_came(struct tk_receiver *receiver, const struct tk_came *came); /* under the lock */
 void tell_of_lane(struct tk_receiver *receiver); /* a block that a lane writes now; under the lock */

@@ -221,32 +221,35 @@ static struct record *hand_over(struct tk_receiver *receiver, struct tk_came *ca
 	return record;
 }
 
-/* Hands over blocks that found the lane full or without ground, in order of arrival, except one whose peer has no word
- * yet. */
+/* Hands over blocks that found the lane full or without ground, in order of arrival, up to the first that has to wait on,
+ * or whose peer has no word yet: that is the last. It runs in each round, and thousands may wait. */
 void hand_over_later(struct tk_receiver *receiver)
 {
 	const struct reading *reading = &receiver->reading;
-	uint32_t left = 0;
-	int still_waits = 0;
 	pthread_mutex_lock(&receiver->lock);
-	for (uint32_t i = 0; i < receiver->came_count; i++) {
-		struct tk_came *came = &receiver->came[i];
-		int is_unanswered = reading->is_open && reading->is_whole && came->id == reading->id;
-		int is_next = came->under_way == LATER && !still_waits && !is_unanswered;
-		struct record *record = is_next ? hand_over(receiver, came) : NULL;
-		still_waits |= is_next && came->under_way == LATER;
-		if (is_next && still_waits && came->landed_ns + LATER_NS < receiver->fabric->next_deadline_ns)
-			receiver->fabric->next_deadline_ns = came->landed_ns + LATER_NS;
-		if (is_next && !still_waits)
-			count_later(receiver, -1);
-		if (record)
+	for (; receiver->later_at < receiver->came_count; receiver->later_at++) {
+		struct tk_came *came = &receiver->came[receiver->later_at];
+		if (came->under_way != LATER)
+			continue;
+		if (reading->is_open && reading->is_whole && came->id == reading->id)
+			break;
+		struct record *record = hand_over(receiver, came);
+		if (came->under_way == LATER) {
+			if (came->landed_ns + LATER_NS < receiver->fabric->next_deadline_ns)
+				receiver->fabric->next_deadline_ns = came->landed_ns + LATER_NS;
+			break;
+		}
+		count_later(receiver, -1);
+		if (record) {
 			lane_landed(record);
-		else
-			receiver->came[left++] = *came;
-		if (is_next && !came->under_way)
+			came->under_way = GONE;
+			receiver->gone_count++;
+		} else {
 			tell_of_came(receiver, came);
+		}
 	}
-	receiver->came_count = left;
+	if (receiver->gone_count > receiver->came_count / 2)
+		remove_gone(receiver);
 	pthread_mutex_unlock(&receiver->lock);
 }
 

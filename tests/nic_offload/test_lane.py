@@ -425,6 +425,27 @@ def test_the_application_may_take_a_block_that_waits_for_a_lane(narrow: Drive) -
     assert len(narrow.written) == 3, "nobody else writes what the application has taken"
 
 
+@pytest.mark.parametrize("looks_at", [4, None])
+def test_each_of_many_blocks_that_wait_is_taken_by_the_lane_once(narrow: Drive, looks_at: int | None) -> None:
+    """Whether or not the application looks in between, and however long the list of those that wait is by then."""
+    rig = narrow.rig
+    assert rig.put(list(range(1, 9)), LENGTH)[1].wait_landed(20)
+
+    def lane_takes(until: int) -> None:
+        narrow.lane.clear(100 + until - 2)
+        wait_until(lambda: narrow.lane.begun == until, f"{until} on the lane so far")
+
+    for until in (4, 6, 8):
+        lane_takes(until)
+        if until == looks_at:
+            assert not rig.receiver.take(every=False)[0]
+    narrow.lane.clear(108)
+    narrow.wait_written(8)
+    rig.wait_came(8)
+    assert [came.under_way for came in rig.came] == [1] * 8
+    assert {came.key for came in rig.came} == {key_of(number) for number in range(1, 9)}
+
+
 def test_a_block_whose_name_is_stored_meanwhile_stops_waiting(narrow: Drive) -> None:
     """The application puts another block of that name itself, and must know of both."""
     rig = narrow.rig
@@ -494,9 +515,14 @@ def test_a_block_does_not_wait_for_a_lane_that_another_owner_uses(narrow: Drive)
     )
     wait_until(lambda: narrow.lane.begun == 1, "the other's block")
     assert rig.put([1, 2], LENGTH)[1].wait_landed(20)
-    narrow.lane.clear(1 << 40)
+    narrow.lane.clear(101)
+    narrow.wait_written(1)
     left_to_lanes(rig, 3)
     assert [came.under_way for came in rig.came] == [1, 1, 0], "the other's first"
+    assert rig.put([3, 4], LENGTH)[1].wait_landed(20)
+    narrow.lane.clear(1 << 40)
+    left_to_lanes(rig, 5)
+    assert [came.under_way for came in rig.came[3:]] == [1, 1], "one has waited: all records were its owner's"
 
 
 @pytest.mark.parametrize("provider", ["net", "tcp;ofi_rxm"])
