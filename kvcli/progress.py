@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Told", "bar", "bars"]
+__all__ = ["Progress", "bar", "bars"]
 
-Told = Callable[[str, int, int], None]  # the name of the work, how much is done, and the total
+Progress = Callable[[str, int, int], None]  # the name of the work, how much is done, and the total
 
 _BAR_CELLS = 40
 _SHOWN_AFTER_S = 1.0
@@ -52,12 +52,12 @@ def bar(what: str, clock_s: Callable[[], float] = time.monotonic) -> Callable[[f
 
 
 @contextmanager
-def bars(clock_s: Callable[[], float] = time.monotonic) -> Iterator[Told]:
+def bars(clock_s: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
     """A callback for work of several parts, with a bar for each. All are erased, however the work ends."""
     doing, at = "", 0
     show = bar(doing, clock_s)
 
-    def tell(what: str, done: int, total: int) -> None:
+    def update(what: str, done: int, total: int) -> None:
         nonlocal doing, at, show
         if what != doing or done < at:
             show(1.0)
@@ -69,6 +69,6 @@ def bars(clock_s: Callable[[], float] = time.monotonic) -> Iterator[Told]:
         yield lambda _what, _done, _total: None
         return
     try:
-        yield tell
+        yield update
     finally:
         show(1.0)

@@ -264,7 +264,7 @@ KEYRING_SLOTS_MAX = 1 << 22  # keys of a store: 512 MiB
 KEYRING_TENANT_KEYS_MAX = 3 << 20  # of these for one tenant: the others need some too
 KEYRING_STEP_PAGES_MIN = 16
 KEYRING_STEP_PAGES_MAX = 256  # by which a keyring grows
-KEYRING_DAMAGED_TOLD_MAX = 1024  # damaged slots that are logged, each once
+KEYRING_DAMAGED_LOGGED_MAX = 1024  # damaged slots that are logged, each once
 KEYRING_STRAYS_MAX = 64  # moved slots whose right places are searched; others count as unreadable
 KEYRING_LOAD_PAGES = 1024  # read at a time
 KEYRING_PAGES_AT_ONCE = 64  # written at a time
@@ -339,7 +339,7 @@ PREFETCH_AHEAD_BYTES = 2 << 20  # read from the drive for prefetches at a time, 
 GET_THREADS = 4  # of a compute node: gets of arrivals being sent to nodes at a time
 PREFETCH_THREADS = 4  # of a compute node: prefetches that wait for their nodes at a time
 ARRIVAL_GRACE_MS = 1_000  # between the deadlines of a request's gets and of the request
-TRANSFERS_TOLD_MAX = 65_536  # that the requester's catalogue has not taken; beyond that the oldest are lost
+TRANSFERS_WAITING_MAX = 65_536  # for the requester's catalogue; beyond that the oldest are lost
 SESSIONS_FOLLOWED_MAX = 1024  # whose transfers a compute node's catalogue follows
 RULES_COUNTED_MAX = 256  # rules whose counters a compute node reports by name
 LEARNT_SESSIONS_MAX = 64  # the latest of one user, looked up when nothing is known of the user
@@ -381,8 +381,8 @@ LOOKUP_LOG_FILES = 4
 LOOKUP_LOG_FILE_BYTES_MAX = 4 << 20
 LOOKUP_LOG_WAITING_BYTES_MAX = 1 << 20  # not written yet; further ones are never written
 LOOKUPS_WAITING_MAX = 32  # that did not reach the node and wait in a client to be reported
-LOOKUPS_TOLD_BYTES_MAX = 1024  # of these with one call
-LOOKUP_TOLD_LATE_MS = 86_400_000  # from such a look-up to its report
+LOOKUPS_REPORTED_BYTES_MAX = 1024  # of these with one call
+LOOKUP_REPORTED_LATE_MS = 86_400_000  # from such a look-up to its report
 LEASES_OVER_REMEMBERED = 4096  # blocks whose lease was over before they landed
 
 EVICTION_BATCH_BLOCKS = 256  # evicted by one plan while no put waits
@@ -474,7 +474,7 @@ IMPORT_UNFINISHED_MS = 600_000  # after which an interrupted import expires
 REPORTS_SLICE_MS = 100  # of a wait for reports, before deadlines are checked
 OWN_ADDRESS_PROBE_MS = 2_000  # that a client waits for its first word to arrive
 FABRIC_GRACE_MS = 1_000  # by which the fabric's thread may report a deadline late
-LOOKUP_RUNS_TOLD_MAX = 8  # of a look-up that a client reports
+LOOKUP_RUNS_REPORTED_MAX = 8  # of a look-up that a client reports
 ENGINE_SLOTS_MIN = 16  # of one engine's client
 ENGINE_SLOTS_BYTES = 64 << 20  # of the node's memory for puts of one engine
 ENGINE_MOVE_MS = 30_000  # for the blocks of one session of transformers
@@ -569,7 +569,7 @@ assert RESUME_BATCH_BLOCKS <= BATCH_BLOCKS_MAX
 assert (
     STEPS_REPORTED_MAX * (STEP_DETAIL_BYTES_MAX + 64) < 6 << 10
 )  # gRPC accepts 8 KiB of headers, which include others
-assert LOOKUPS_TOLD_BYTES_MAX + LOOKUP_ID_BYTES_MAX < 2 << 10
+assert LOOKUPS_REPORTED_BYTES_MAX + LOOKUP_ID_BYTES_MAX < 2 << 10
 assert (
     LOOKUP_LOG_FILE_BYTES_MAX * (LOOKUP_LOG_FILES - 1) >= LOOKUPS_BYTES_MAX
 )  # all look-ups in memory are in the log

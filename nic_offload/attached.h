@@ -196,7 +196,7 @@ uint64_t tk_sender_shared(const struct tk_sender *sender); /* how many puts went
 
 /* Shared by the two ends of a connection on one machine; see shared_puts.c. */
 /* A write to this eventfd or pipe wakes the progress thread, which reads the pipe and not the eventfd. */
-int tk_fabric_hear(struct tk_fabric *fabric, int doorbell, int is_pipe);
+int tk_fabric_listen(struct tk_fabric *fabric, int doorbell, int is_pipe);
 int tk_fabric_ignore(struct tk_fabric *fabric, int doorbell);
 /* The peer watches some of its words in memory of ours that it has mapped. We store them there and ring its
  * doorbell. */

@@ -168,7 +168,7 @@ struct tk_receiver_setup {
 	struct tk_endpoint *endpoint;
 	uint64_t tag; /* of its events */
 	uint64_t peer;
-	uint64_t told_flags, told_key; /* address and key by which the peer names `flags` */
+	uint64_t remote_flags, remote_key; /* address and key by which the peer names `flags` */
 	uint64_t flags, slots, slot_bytes; /* our memory */
 	uint64_t first_generation;
 	uint64_t ack_base, ack_key; /* the peer's acknowledgement words */
@@ -222,7 +222,7 @@ struct tk_written {
 	int32_t result; /* 0, or an errno */
 	uint32_t is_answered; /* the lane acknowledges it to its peer, if requested */
 	uint32_t key_number; /* from 1; 0: not encrypted */
-	uint32_t was_heard; /* `tk_lane_hear` has reported it already */
+	uint32_t was_reported; /* `tk_lane_under_way` has reported it already */
 };
 /* The lanes of a store's drives, and the drive of each lot. A name's lot is the upper bits of the CRC-32 of owner and
  * key. */
@@ -254,7 +254,7 @@ void tk_lane_fail(struct tk_lane *lane); /* from now on it begins no writes, and
 uint64_t tk_lane_begun(struct tk_lane *lane); /* number of records begun */
 int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max); /* records that have ended */
 /* Records under way that the application doesn't have yet, before they end: only their blocks and tags are valid. */
-int tk_lane_hear(struct tk_lane *lane, struct tk_written *out, int out_max);
+int tk_lane_under_way(struct tk_lane *lane, struct tk_written *out, int out_max);
 
 /* Sends blocks from a drive to peers without the application; see reader.c. */
 struct tk_reader_setup {

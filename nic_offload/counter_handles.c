@@ -28,7 +28,7 @@ int tk_counter_open(struct tk_fabric *fabric, void *word, struct tk_bell *bell, 
 		return -ECHILD;
 	if ((uintptr_t)word % 8)
 		return -EINVAL;
-	if (bell && rest_hear(fabric, pipe_fd))
+	if (bell && rest_listen(fabric, pipe_fd))
 		bell = NULL; /* it is still polled now and then */
 	struct tk_counter *counter = calloc(1, sizeof *counter);
 	if (!counter)

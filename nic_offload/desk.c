@@ -61,7 +61,7 @@ void tk_desk_close(struct tk_desk *desk)
 	*link = desk->next;
 	desk_close_log(desk);
 	for (uint32_t place = 0; place < TK_CALL_PLACES; place++)
-		desk_let_go(desk, place);
+		desk_release(desk, place);
 	pthread_mutex_unlock(&shelf->lock);
 	free(desk);
 }
@@ -70,22 +70,22 @@ int tk_served_take(struct tk_shelf *shelf, void *out, size_t out_bytes, int begi
 {
 	size_t taken = 0;
 	pthread_mutex_lock(&shelf->lock);
-	if (shelf_take_notes(shelf, begins) || begins)
+	if (shelf_drain_logs(shelf, begins) || begins)
 		shelf->served_until = shelf->served_listed;
-	while (shelf->served_taken != shelf->served_until && shelf->first->told.bytes <= out_bytes - taken) {
+	while (shelf->served_taken != shelf->served_until && shelf->first->head.bytes <= out_bytes - taken) {
 		struct served *served = shelf->first;
-		memcpy((char *)out + taken, &served->told, sizeof served->told);
-		memcpy((char *)out + taken + sizeof served->told, served->rest,
-		       served->told.bytes - sizeof served->told);
-		taken += served->told.bytes;
+		memcpy((char *)out + taken, &served->head, sizeof served->head);
+		memcpy((char *)out + taken + sizeof served->head, served->rest,
+		       served->head.bytes - sizeof served->head);
+		taken += served->head.bytes;
 		shelf->first = served->next;
 		shelf->served_taken++;
-		shelf->served_bytes -= served->told.bytes;
+		shelf->served_bytes -= served->head.bytes;
 		free(served);
 	}
 	if (!shelf->first)
 		shelf->last = NULL;
-	shelf->cold.told = shelf->cold.told && shelf->first;
+	shelf->cold.is_notified = shelf->cold.is_notified && shelf->first;
 	int are_more = !taken && shelf->first;
 	pthread_mutex_unlock(&shelf->lock);
 	return are_more ? -1 : (int)taken;
@@ -139,7 +139,7 @@ void desk_give_back(struct tk_shelf *shelf, uint32_t count)
 {
 	while (count--)
 		if (shelf->found[count])
-			shelf_let_go(shelf, shelf->found[count]);
+			shelf_release(shelf, shelf->found[count]);
 }
 
 /* Under the shelf's lock: marks all of the call's blocks as being sent, or none. Returns their bytes; 0: none. */
@@ -177,37 +177,37 @@ uint64_t note_use(struct shelved *block)
 	return block->block.id;
 }
 
-struct served *desk_new_note(struct tk_shelf *shelf, size_t rest_bytes)
+struct served *served_alloc(struct tk_shelf *shelf, size_t rest_bytes)
 {
-	size_t told_bytes = sizeof(struct tk_served) + rest_bytes;
-	if (shelf->served_bytes + told_bytes > SERVED_BYTES_MAX)
+	size_t report_bytes = sizeof(struct tk_served) + rest_bytes;
+	if (shelf->served_bytes + report_bytes > SERVED_BYTES_MAX)
 		return NULL;
 	struct served *served = malloc(sizeof *served + rest_bytes);
 	if (!served)
 		return NULL;
-	*served = (struct served){.told = {.bytes = (uint32_t)told_bytes}};
-	shelf->served_bytes += told_bytes;
+	*served = (struct served){.head = {.bytes = (uint32_t)report_bytes}};
+	shelf->served_bytes += report_bytes;
 	return served;
 }
 
 /* Under the shelf's lock: makes the report about a call, which is delivered when the call is over. */
-struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
+struct served *served_new(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
 			 uint32_t cold)
 {
 	uint32_t ids = call_fetches(head->kind) ? head->blocks : 0;
 	size_t ids_bytes = ids * sizeof(uint64_t);
 	size_t rows_bytes = cold ? sizeof(struct tk_cold_head) + head->blocks * sizeof(struct tk_cold_row) : 0;
-	struct served *served = desk_new_note(shelf, ids_bytes + head->metadata_bytes + rows_bytes);
+	struct served *served = served_alloc(shelf, ids_bytes + head->metadata_bytes + rows_bytes);
 	if (!served)
 		return NULL;
 	served->left = head->blocks;
-	served->told.desk = desk->setup.tag;
-	served->told.began_ns = tk_now_ns();
-	served->told.size_bytes = bytes;
-	served->told.blocks = head->blocks;
-	served->told.metadata_bytes = head->metadata_bytes;
-	served->told.cold = cold;
-	served->told.is_prefix = head->kind == CALL_PREFIX;
+	served->head.desk = desk->setup.tag;
+	served->head.began_ns = tk_now_ns();
+	served->head.size_bytes = bytes;
+	served->head.blocks = head->blocks;
+	served->head.metadata_bytes = head->metadata_bytes;
+	served->head.cold = cold;
+	served->head.is_prefix = head->kind == CALL_PREFIX;
 	for (uint32_t i = 0; i < ids; i++)
 		served->rest[i] = note_use(shelf->found[i]);
 	memcpy(served->rest + ids, head + 1, head->metadata_bytes);
@@ -215,9 +215,9 @@ struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, con
 }
 
 /* Under the shelf's lock: discards the report of a call that is not answered here. */
-void desk_forget_note(struct tk_shelf *shelf, struct served *served)
+void served_discard(struct tk_shelf *shelf, struct served *served)
 {
-	shelf->served_bytes -= served->told.bytes;
+	shelf->served_bytes -= served->head.bytes;
 	free(served);
 }
 
@@ -265,7 +265,7 @@ void desk_send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk
 }
 
 /* Under the shelf's lock. */
-void desk_append_note(struct tk_shelf *shelf, struct served *served)
+void served_append(struct tk_shelf *shelf, struct served *served)
 {
 	if (shelf->last)
 		shelf->last->next = served;
@@ -278,10 +278,10 @@ void desk_append_note(struct tk_shelf *shelf, struct served *served)
 /* Under the shelf's lock. */
 void desk_list_served(struct tk_shelf *shelf, struct served *served)
 {
-	served->told.ended_ns = tk_now_ns();
-	desk_append_note(shelf, served);
-	if (served->told.cold)
-		cold_tell(shelf, served);
+	served->head.ended_ns = tk_now_ns();
+	served_append(shelf, served);
+	if (served->head.cold)
+		cold_notify(shelf, served);
 }
 
 /* Under the shelf's lock: whether a fetch of any length would find all of these blocks here. */
@@ -301,12 +301,12 @@ static int answer_prefix(struct tk_fabric *fabric, struct tk_desk *desk, const s
 {
 	struct tk_shelf *shelf = desk->shelf;
 	pthread_mutex_lock(&shelf->lock);
-	struct served *served = are_here(desk, head) ? desk_note(shelf, desk, head, 0, 0) : NULL;
+	struct served *served = are_here(desk, head) ? served_new(shelf, desk, head, 0, 0) : NULL;
 	struct work *work = served ? take_free_work(fabric, 1) : NULL;
 	if (work)
 		desk_list_served(shelf, served);
 	else if (served)
-		desk_forget_note(shelf, served);
+		served_discard(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);
 	if (!work)
 		return 0;
@@ -315,12 +315,12 @@ static int answer_prefix(struct tk_fabric *fabric, struct tk_desk *desk, const s
 }
 
 /* A client with a full log makes calls until there is room again. */
-static void take_notes(struct tk_desk *desk)
+static void drain_log(struct tk_desk *desk)
 {
 	pthread_mutex_lock(&desk->shelf->lock);
-	desk_take_notes(desk);
-	if (desk_has_notes(desk))
-		served_tell(desk->shelf); /* else the client would make calls until the application asks for something */
+	desk_drain_log(desk);
+	if (desk_log_has_more(desk))
+		served_notify(desk->shelf); /* else the client would make calls until the application asks for something */
 	pthread_mutex_unlock(&desk->shelf->lock);
 }
 
@@ -337,19 +337,19 @@ int answer_at_desk(struct tk_fabric *fabric, const struct tk_landing *landing)
 	if (head->kind == CALL_PREFIX)
 		return answer_prefix(fabric, desk, head);
 	if (desk->setup.shares && head->flags & CALL_SHARES)
-		take_notes(desk);
+		drain_log(desk);
 	if (desk->setup.shares && head->flags & CALL_SHARES && desk_answer_where(fabric, desk, landing, head))
 		return 1;
 	uint64_t sent_bytes = 0;
 
 	pthread_mutex_lock(&shelf->lock);
 	uint64_t bytes = desk_find_all(desk, head, &sent_bytes);
-	struct served *served = bytes ? desk_note(shelf, desk, head, sent_bytes, 0) : NULL;
+	struct served *served = bytes ? served_new(shelf, desk, head, sent_bytes, 0) : NULL;
 	struct work *work = served ? take_free_work(fabric, head->blocks + 1) : NULL;
 	if (bytes && !work)
 		desk_give_back(shelf, head->blocks);
 	if (served && !work)
-		desk_forget_note(shelf, served);
+		served_discard(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);
 	if (!work)
 		return desk_answer_cold(fabric, desk, head);
@@ -372,7 +372,7 @@ void miss_at_desk(struct work *work)
 	struct tk_shelf *shelf = work->desk->shelf;
 	pthread_mutex_lock(&shelf->lock);
 	shelf_unlist(shelf, work->shelved); /* still known, because it is being sent */
-	work->served->told.corrupt++;
+	work->served->head.corrupt++;
 	pthread_mutex_unlock(&shelf->lock);
 	uint64_t generation = work->op.flag_value >> ACK_CODE_BITS;
 	work->op.flag_value = generation << ACK_CODE_BITS | work->desk->setup.corrupt_code;
@@ -387,8 +387,8 @@ void over_at_desk(struct work *work, int status)
 	struct served *served = work->served;
 	desk->under_way_bytes -= work->shelved->block.length;
 	pthread_mutex_lock(&shelf->lock);
-	served->told.failed += !!status;
-	shelf_let_go(shelf, work->shelved);
+	served->head.failed += !!status;
+	shelf_release(shelf, work->shelved);
 	if (!--served->left)
 		desk_list_served(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);

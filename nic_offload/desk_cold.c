@@ -25,7 +25,7 @@
 
 #define IN_MEMORY UINT32_MAX /* instead of a room */
 #define CALL_SHARE 2	     /* a call reads at most this part of the limit */
-#define TOLD_NS 2000000u     /* answered calls are reported together, after this time, */
+#define REPORT_NS 2000000u     /* answered calls are reported together, after this time, */
 #define ROOMS_LOW 4	     /* or when so few rooms are left as the last call used, times this */
 
 static uint32_t pages_of(uint32_t length)
@@ -51,7 +51,7 @@ static void name_of(uint8_t *name, const uint8_t *owner, const uint8_t *key)
 
 static struct tk_cold_head *cold_head(struct served *served)
 {
-	return (void *)((char *)(served->rest + served->told.blocks) + served->told.metadata_bytes);
+	return (void *)((char *)(served->rest + served->head.blocks) + served->head.metadata_bytes);
 }
 
 static struct tk_cold_row *cold_row(struct served *served, uint32_t number)
@@ -166,26 +166,26 @@ static void fill_in_rows(struct served *served, const struct tk_shelf *shelf, co
 	}
 }
 
-void served_tell(struct tk_shelf *shelf)
+void served_notify(struct tk_shelf *shelf)
 {
 	shelf->cold.is_due = 0;
-	if (shelf->cold.told)
+	if (shelf->cold.is_notified)
 		return;
-	shelf->cold.told = 1;
+	shelf->cold.is_notified = 1;
 	report(shelf->fabric, TK_CAME, shelf->cold.setup.tag, 0, 0, tk_now_ns());
 }
 
 /* Reports at once if a caller waits for blocks that were not sent, or if rooms are short: without rooms later calls go
  * to the application. */
-void cold_tell(struct tk_shelf *shelf, const struct served *served)
+void cold_notify(struct tk_shelf *shelf, const struct served *served)
 {
-	uint64_t at_ns = served->told.ended_ns + TOLD_NS;
-	if (served->has_unsent || shelf->cold.rooms_count < ROOMS_LOW * served->told.cold) {
-		served_tell(shelf);
-	} else if (!shelf->cold.told && !shelf->cold.is_due) {
+	uint64_t at_ns = served->head.ended_ns + REPORT_NS;
+	if (served->has_unsent || shelf->cold.rooms_count < ROOMS_LOW * served->head.cold) {
+		served_notify(shelf);
+	} else if (!shelf->cold.is_notified && !shelf->cold.is_due) {
 		shelf->cold.is_due = 1;
-		if (at_ns < shelf->fabric->cold_tell_ns)
-			shelf->fabric->cold_tell_ns = at_ns;
+		if (at_ns < shelf->fabric->cold_notify_ns)
+			shelf->fabric->cold_notify_ns = at_ns;
 	}
 }
 
@@ -269,7 +269,7 @@ int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struc
 	pthread_mutex_lock(&shelf->lock);
 	int found = find_all(desk, head, &sizes);
 	struct batch *batch = found ? open_batch(shelf, sizes.cold_blocks) : NULL;
-	struct served *served = batch ? desk_note(shelf, desk, head, sizes.sent, sizes.cold_blocks) : NULL;
+	struct served *served = batch ? served_new(shelf, desk, head, sizes.sent, sizes.cold_blocks) : NULL;
 	struct work *work = served ? take_free_work(fabric, head->blocks + 1) : NULL;
 	if (work) {
 		fill_in_rows(served, shelf, head);
@@ -280,7 +280,7 @@ int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struc
 		free(batch);
 	}
 	if (served && !work)
-		desk_forget_note(shelf, served);
+		served_discard(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);
 	if (!work)
 		return 0;
@@ -332,7 +332,7 @@ void cold_over(struct work *work)
 	shelf->cold.bytes_of[desk->setup.owner[0]] -= row->length;
 	row->status = is_left ? work->failed : 0;
 	served->has_unsent |= is_left;
-	served->told.failed += work->failed && !is_left;
+	served->head.failed += work->failed && !is_left;
 	if (!--served->left)
 		desk_list_served(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);
@@ -340,16 +340,16 @@ void cold_over(struct work *work)
 
 void poll_cold(struct tk_fabric *fabric)
 {
-	if (fabric->now_ns < fabric->cold_tell_ns) {
-		if (fabric->cold_tell_ns < fabric->next_deadline_ns)
-			fabric->next_deadline_ns = fabric->cold_tell_ns;
+	if (fabric->now_ns < fabric->cold_notify_ns) {
+		if (fabric->cold_notify_ns < fabric->next_deadline_ns)
+			fabric->next_deadline_ns = fabric->cold_notify_ns;
 		return;
 	}
-	fabric->cold_tell_ns = UINT64_MAX;
+	fabric->cold_notify_ns = UINT64_MAX;
 	for (struct tk_shelf *shelf = fabric->shelves; shelf; shelf = shelf->next) {
 		pthread_mutex_lock(&shelf->lock);
 		if (shelf->cold.is_due && shelf->first)
-			served_tell(shelf);
+			served_notify(shelf);
 		shelf->cold.is_due = 0; /* the application may have taken them before */
 		pthread_mutex_unlock(&shelf->lock);
 	}

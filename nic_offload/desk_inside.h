@@ -13,15 +13,15 @@ uint64_t desk_find_all(struct tk_desk *desk, const struct call_head *head, uint6
 void desk_give_back(struct tk_shelf *shelf, uint32_t count); /* releases blocks that were found */
 
 /* The application's record of an answered call, with a row for each block if some are cold. */
-struct served *desk_note(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
+struct served *served_new(struct tk_shelf *shelf, const struct tk_desk *desk, const struct call_head *head, uint64_t bytes,
 			 uint32_t cold);
-struct served *desk_new_note(struct tk_shelf *shelf, size_t rest_bytes); /* without anything but its length */
-void desk_append_note(struct tk_shelf *shelf, struct served *served);
+struct served *served_alloc(struct tk_shelf *shelf, size_t rest_bytes); /* without anything but its length */
+void served_append(struct tk_shelf *shelf, struct served *served);
 uint64_t note_use(struct shelved *block); /* the id by which a use is reported */
-void desk_forget_note(struct tk_shelf *shelf, struct served *served);
+void served_discard(struct tk_shelf *shelf, struct served *served);
 void desk_list_served(struct tk_shelf *shelf, struct served *served);
 
-void desk_let_go(struct tk_desk *desk, uint32_t place); /* releases the blocks whose locations the peer had */
+void desk_release(struct tk_desk *desk, uint32_t place); /* releases the blocks whose locations the peer had */
 
 /* A call's rows and its answers, without the lock. */
 struct call_part_row desk_row(const struct call_head *head, uint32_t number);
@@ -34,16 +34,16 @@ void desk_send_word(struct tk_fabric *fabric, struct work *work, const struct tk
 
 /* desk_cold.c; the first without the lock */
 int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struct call_head *head);
-void cold_tell(struct tk_shelf *shelf, const struct served *served);
-void served_tell(struct tk_shelf *shelf); /* reports that there are records */
+void cold_notify(struct tk_shelf *shelf, const struct served *served);
+void served_notify(struct tk_shelf *shelf); /* reports that there are records */
 
 /* desk_log.c */
 void desk_open_log(struct tk_desk *desk, int is_open);
 void desk_close_log(struct tk_desk *desk);
-void desk_take_notes(struct tk_desk *desk);
-int desk_has_notes(const struct tk_desk *desk); /* that could not be taken */
+void desk_drain_log(struct tk_desk *desk);
+int desk_log_has_more(const struct tk_desk *desk); /* that could not be taken */
 /* Of all desks, those written when this last began. Returns whether there were any. */
-int shelf_take_notes(struct tk_shelf *shelf, int begins);
+int shelf_drain_logs(struct tk_shelf *shelf, int begins);
 
 /* desk_where.c; without the lock */
 void desk_called_again(struct tk_desk *desk, const struct tk_landing *landing); /* in the same place */

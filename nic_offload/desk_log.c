@@ -1,10 +1,10 @@
 /*
- * The logs in which clients note their direct reads (direct.c), so that these count as uses and appear in the history like
+ * The logs in which clients record their direct reads (direct.c), so that these count as uses and appear in the history like
  * other gets.
  *
- * What always holds: a note is taken once. What a client writes is copied once and then checked; a false note harms only
+ * What always holds: an entry is taken once. What a client writes is copied once and then checked; a false entry harms only
  * the statistics of its own tenant, and an impossible one closes its log for good. Nobody waits: a client whose log is full
- * makes a call, which has its notes taken; and whoever takes all notes takes those written when it began, so that
+ * makes a call, which has its entries taken; and whoever takes all entries takes those written when it began, so that
  * clients that go on writing don't keep it. All under the shelf's lock.
  */
 #define _GNU_SOURCE
@@ -14,15 +14,15 @@
 #include <errno.h>
 #include <string.h>
 
-/* Of records that the application has not fetched, beyond which notes wait in their logs: all requests wait until it has
+/* Of records that the application has not fetched, beyond which entries wait in their logs: all requests wait until it has
  * processed what is there, and clients read faster than it does that. */
-#define NOTED_BYTES_MAX (128u << 10)
+#define LOGGED_BYTES_MAX (128u << 10)
 
 void tk_desk_log(struct tk_desk *desk, void *log)
 {
 	struct tk_shelf *shelf = desk->shelf;
 	pthread_mutex_lock(&shelf->lock);
-	desk_take_notes(desk);
+	desk_drain_log(desk);
 	desk_close_log(desk);
 	if (!log) {
 		pthread_mutex_unlock(&shelf->lock);
@@ -63,17 +63,17 @@ static void copy_out(const struct read_log *log, uint64_t at, void *to, size_t b
 }
 
 /* How many blocks it names. */
-static uint32_t blocks_in(const struct read_note *note)
+static uint32_t blocks_in(const struct read_entry *entry)
 {
-	return note->is_prefix ? 0 : note->blocks;
+	return entry->is_prefix ? 0 : entry->blocks;
 }
 
-static int is_note(const struct read_note *note, uint64_t there)
+static int is_entry(const struct read_entry *entry, uint64_t there)
 {
-	uint32_t blocks_max = note->is_prefix ? TK_DIRECT_KEYS : TK_DIRECT_BLOCKS;
-	return note->blocks && note->blocks <= blocks_max && note->is_prefix <= 1 && note->metadata_bytes <= READ_METADATA_BYTES_MAX &&
-	       note->metadata_bytes % 8 == 0 && note->bytes <= there &&
-	       note->bytes == sizeof *note + blocks_in(note) * sizeof(struct read_block) + note->metadata_bytes;
+	uint32_t blocks_max = entry->is_prefix ? TK_DIRECT_KEYS : TK_DIRECT_BLOCKS;
+	return entry->blocks && entry->blocks <= blocks_max && entry->is_prefix <= 1 && entry->metadata_bytes <= READ_METADATA_BYTES_MAX &&
+	       entry->metadata_bytes % 8 == 0 && entry->bytes <= there &&
+	       entry->bytes == sizeof *entry + blocks_in(entry) * sizeof(struct read_block) + entry->metadata_bytes;
 }
 
 /* The id by which the use of a block is reported, or 0 if it is no longer the one that was read. */
@@ -83,42 +83,42 @@ static uint64_t id_of(const struct tk_desk *desk, const struct read_block *read)
 	return block && !memcmp(block->block.owner, desk->setup.owner, TK_OWNER_BYTES) ? note_use(block) : 0;
 }
 
-/* Takes one note. Returns 0 if it has to wait, a negative number if there can't be such a note. */
-static int take_note(struct tk_desk *desk, uint64_t written)
+/* Takes one entry. Returns 0 if it has to wait, a negative number if there can't be such an entry. */
+static int take_entry(struct tk_desk *desk, uint64_t written)
 {
 	struct tk_shelf *shelf = desk->shelf;
-	struct read_note note;
-	if (written - desk->log_taken < sizeof note)
+	struct read_entry entry;
+	if (written - desk->log_taken < sizeof entry)
 		return -EINVAL;
-	copy_out(desk->log, desk->log_taken, &note, sizeof note);
-	if (!is_note(&note, written - desk->log_taken))
+	copy_out(desk->log, desk->log_taken, &entry, sizeof entry);
+	if (!is_entry(&entry, written - desk->log_taken))
 		return -EINVAL;
-	if (shelf->served_bytes >= NOTED_BYTES_MAX)
+	if (shelf->served_bytes >= LOGGED_BYTES_MAX)
 		return 0;
-	uint32_t blocks = blocks_in(&note);
-	size_t rest_bytes = blocks * sizeof(uint64_t) + note.metadata_bytes;
-	struct served *served = desk_new_note(shelf, rest_bytes);
+	uint32_t blocks = blocks_in(&entry);
+	size_t rest_bytes = blocks * sizeof(uint64_t) + entry.metadata_bytes;
+	struct served *served = served_alloc(shelf, rest_bytes);
 	if (!served)
 		return 0;
-	uint64_t now_ns = tk_now_ns(), bytes_max = note.blocks * shelf->region->length;
+	uint64_t now_ns = tk_now_ns(), bytes_max = entry.blocks * shelf->region->length;
 	bytes_max = bytes_max < READ_BYTES_MAX ? bytes_max : READ_BYTES_MAX;
-	int is_past = note.began_ns <= note.ended_ns && note.ended_ns <= now_ns;
-	served->told.desk = desk->setup.tag;
-	served->told.began_ns = is_past ? note.began_ns : now_ns;
-	served->told.ended_ns = is_past ? note.ended_ns : now_ns;
-	served->told.size_bytes = note.size_bytes < bytes_max ? note.size_bytes : bytes_max;
-	served->told.blocks = note.blocks;
-	served->told.metadata_bytes = note.metadata_bytes;
-	served->told.is_prefix = note.is_prefix;
-	uint64_t at = desk->log_taken + sizeof note;
+	int is_past = entry.began_ns <= entry.ended_ns && entry.ended_ns <= now_ns;
+	served->head.desk = desk->setup.tag;
+	served->head.began_ns = is_past ? entry.began_ns : now_ns;
+	served->head.ended_ns = is_past ? entry.ended_ns : now_ns;
+	served->head.size_bytes = entry.size_bytes < bytes_max ? entry.size_bytes : bytes_max;
+	served->head.blocks = entry.blocks;
+	served->head.metadata_bytes = entry.metadata_bytes;
+	served->head.is_prefix = entry.is_prefix;
+	uint64_t at = desk->log_taken + sizeof entry;
 	for (uint32_t i = 0; i < blocks; i++, at += sizeof(struct read_block)) {
 		struct read_block read;
 		copy_out(desk->log, at, &read, sizeof read);
 		served->rest[i] = id_of(desk, &read);
 	}
-	copy_out(desk->log, at, served->rest + blocks, note.metadata_bytes);
-	desk_append_note(shelf, served);
-	desk->log_taken += note.bytes;
+	copy_out(desk->log, at, served->rest + blocks, entry.metadata_bytes);
+	served_append(shelf, served);
+	desk->log_taken += entry.bytes;
 	return 1;
 }
 
@@ -126,7 +126,7 @@ static void take_until(struct tk_desk *desk, uint64_t written)
 {
 	int taken = written - desk->log_taken > READ_LOG_DATA_BYTES ? -EINVAL : 1;
 	while (taken > 0 && desk->log_taken != written)
-		taken = take_note(desk, written);
+		taken = take_entry(desk, written);
 	__atomic_store_n(&desk->log->taken, desk->log_taken, __ATOMIC_RELEASE);
 	if (taken < 0)
 		desk_close_log(desk);
@@ -137,18 +137,18 @@ static uint64_t written_in(const struct tk_desk *desk)
 	return __atomic_load_n(&desk->log->written, __ATOMIC_ACQUIRE);
 }
 
-void desk_take_notes(struct tk_desk *desk)
+void desk_drain_log(struct tk_desk *desk)
 {
 	if (desk->log)
 		take_until(desk, written_in(desk));
 }
 
-int desk_has_notes(const struct tk_desk *desk)
+int desk_log_has_more(const struct tk_desk *desk)
 {
 	return desk->log && desk->log_taken != written_in(desk);
 }
 
-int shelf_take_notes(struct tk_shelf *shelf, int begins)
+int shelf_drain_logs(struct tk_shelf *shelf, int begins)
 {
 	uint64_t listed = shelf->served_listed;
 	for (struct tk_desk *desk = shelf->logged, *next; desk; desk = next) {

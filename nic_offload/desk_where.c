@@ -11,11 +11,11 @@
 #include <string.h>
 
 /* Under the shelf's lock: releases the blocks whose locations the peer got. */
-void desk_let_go(struct tk_desk *desk, uint32_t place)
+void desk_release(struct tk_desk *desk, uint32_t place)
 {
 	struct held *held = &desk->held[place];
 	for (uint32_t i = 0; i < held->count; i++)
-		shelf_let_go(desk->shelf, held->blocks[i]);
+		shelf_release(desk->shelf, held->blocks[i]);
 	free(held->blocks);
 	desk->held_bytes -= held->bytes;
 	*held = (struct held){.count = 0};
@@ -93,7 +93,7 @@ int desk_answer_where(struct tk_fabric *fabric, struct tk_desk *desk, const stru
 	uint64_t sent_bytes = 0;
 	pthread_mutex_lock(&shelf->lock);
 	uint64_t bytes = place < TK_CALL_PLACES ? desk_find_all(desk, head, &sent_bytes) : 0;
-	struct served *served = bytes ? desk_note(shelf, desk, head, sent_bytes, 0) : NULL;
+	struct served *served = bytes ? served_new(shelf, desk, head, sent_bytes, 0) : NULL;
 	struct work *work = served ? take_free_work(fabric, 1) : NULL;
 	if (work && hold(fabric, desk, place, head->blocks, bytes))
 		desk_list_served(shelf, served);
@@ -102,7 +102,7 @@ int desk_answer_where(struct tk_fabric *fabric, struct tk_desk *desk, const stru
 	if (bytes && !work)
 		desk_give_back(shelf, head->blocks);
 	if (served && !work)
-		desk_forget_note(shelf, served);
+		served_discard(shelf, served);
 	pthread_mutex_unlock(&shelf->lock);
 	if (!work)
 		return 0;
@@ -125,7 +125,7 @@ void poll_desks(struct tk_fabric *fabric)
 				if (!desk->held[place].count)
 					continue;
 				if (fabric->now_ns >= until_ns)
-					desk_let_go(desk, place);
+					desk_release(desk, place);
 				else if (until_ns < fabric->held_until_ns)
 					fabric->held_until_ns = until_ns;
 			}
@@ -140,6 +140,6 @@ void desk_called_again(struct tk_desk *desk, const struct tk_landing *landing)
 	if (place >= TK_CALL_PLACES || !desk->held[place].count)
 		return;
 	pthread_mutex_lock(&desk->shelf->lock);
-	desk_let_go(desk, place);
+	desk_release(desk, place);
 	pthread_mutex_unlock(&desk->shelf->lock);
 }

@@ -169,15 +169,15 @@ static uint64_t copy_in(struct read_log *log, uint64_t at, const void *from, siz
 }
 
 /* `found`: NULL for a look-up. */
-static int note(struct tk_direct *direct, const struct read_note *note, const struct found *found, const void *metadata)
+static int append_entry(struct tk_direct *direct, const struct read_entry *entry, const struct found *found, const void *metadata)
 {
 	pthread_mutex_lock(&direct->log_lock);
-	int has_room = note->bytes <= left_in_log(direct);
+	int has_room = entry->bytes <= left_in_log(direct);
 	if (has_room) {
-		uint64_t at = copy_in(direct->log, direct->log->written, note, sizeof *note);
-		for (uint32_t i = 0; i < note->blocks && found; i++)
+		uint64_t at = copy_in(direct->log, direct->log->written, entry, sizeof *entry);
+		for (uint32_t i = 0; i < entry->blocks && found; i++)
 			at = copy_in(direct->log, at, &found[i].block, sizeof found[i].block);
-		at = copy_in(direct->log, at, metadata, note->metadata_bytes);
+		at = copy_in(direct->log, at, metadata, entry->metadata_bytes);
 		__atomic_store_n(&direct->log->written, at, __ATOMIC_RELEASE);
 	}
 	pthread_mutex_unlock(&direct->log_lock);
@@ -187,19 +187,19 @@ static int note(struct tk_direct *direct, const struct read_note *note, const st
 static int read_all(struct tk_direct *direct, const uint8_t *fingerprint, struct tk_direct_block *blocks, uint32_t count,
 		    uint64_t bytes_max, const void *metadata, uint32_t metadata_bytes, struct found *found)
 {
-	struct read_note told = {
-		.bytes = (uint32_t)(sizeof told + count * sizeof(struct read_block) + metadata_bytes),
+	struct read_entry entry = {
+		.bytes = (uint32_t)(sizeof entry + count * sizeof(struct read_block) + metadata_bytes),
 		.blocks = count,
 		.metadata_bytes = metadata_bytes,
 		.began_ns = tk_now_ns(),
 	};
 	uint64_t bytes = 0;
-	if (!may_read(direct) || told.bytes > left_in_log(direct))
+	if (!may_read(direct) || entry.bytes > left_in_log(direct))
 		return 0;
 	for (uint32_t i = 0; i < count; i++) {
 		const struct tk_direct_block *wanted = &blocks[i];
 		bytes += wanted->length;
-		told.size_bytes += wanted->part ? wanted->part : wanted->length;
+		entry.size_bytes += wanted->part ? wanted->part : wanted->length;
 		if (wanted->part > wanted->length || (wanted->part && wanted->skip > wanted->length - wanted->part))
 			return 0;
 		if (bytes > bytes_max || bytes > READ_BYTES_MAX || !find(direct, wanted->key, fingerprint, wanted->length, &found[i]))
@@ -212,15 +212,15 @@ static int read_all(struct tk_direct *direct, const uint8_t *fingerprint, struct
 		if (!copy_block(direct, &found[i], &blocks[i], &block))
 			return 0;
 	}
-	told.ended_ns = tk_now_ns();
-	return note(direct, &told, found, metadata);
+	entry.ended_ns = tk_now_ns();
+	return append_entry(direct, &entry, found, metadata);
 }
 
 static int find_all(struct tk_direct *direct, const uint8_t *fingerprint, const uint8_t *keys, uint32_t count,
 		    const void *metadata, uint32_t metadata_bytes)
 {
-	struct read_note told = {
-		.bytes = (uint32_t)sizeof told + metadata_bytes,
+	struct read_entry entry = {
+		.bytes = (uint32_t)sizeof entry + metadata_bytes,
 		.blocks = count,
 		.metadata_bytes = metadata_bytes,
 		.is_prefix = 1,
@@ -233,8 +233,8 @@ static int find_all(struct tk_direct *direct, const uint8_t *fingerprint, const 
 		if (!find(direct, keys + (size_t)i * TK_KEY_BYTES, fingerprint, 0, &found))
 			return 0;
 	}
-	told.ended_ns = tk_now_ns();
-	return note(direct, &told, NULL, metadata);
+	entry.ended_ns = tk_now_ns();
+	return append_entry(direct, &entry, NULL, metadata);
 }
 
 int tk_direct_has(struct tk_direct *direct, const uint8_t *fingerprint, const uint8_t *keys, uint32_t count,

@@ -42,7 +42,7 @@ struct read_log {
 
 /* A get: followed by a `read_block` for each block, and the metadata that a call would have had. Or a look-up, without
  * blocks. */
-struct read_note {
+struct read_entry {
 	uint32_t bytes; /* of all this, a multiple of 8 */
 	uint32_t blocks, metadata_bytes, is_prefix;
 	uint64_t began_ns, ended_ns, size_bytes;

@@ -240,7 +240,7 @@ struct slot {
 	struct tk_endpoint *endpoint;
 	int fired; /* its counter has reached the threshold, as far as known */
 	int cut;   /* the NIC does the first of two steps, and the thread then does the second */
-	int told;  /* the completion queue reports the end of that first step */
+	int is_reported;  /* the completion queue reports the end of that first step */
 	int moved_by_then, reached_before; /* as known when the last flush began */
 	struct fid_cntr *moved, *done;	    /* the bytes have moved; all is done */
 	uint64_t moved_before, done_before; /* their values when the operation was handed over */
@@ -349,7 +349,7 @@ struct tk_fabric {
 	int is_recalled, wire_is_quiet; /* a caller's round found work for the thread alone; no socket woke the thread */
 	int asleep;		/* the thread that runs the next round must call `stop_sleeping` first */
 	uint64_t held_until_ns; /* the earliest time at which a block that a desk holds for a peer may be released */
-	uint64_t cold_tell_ns; /* when calls that desks answered from drives are reported */
+	uint64_t cold_notify_ns; /* when calls that desks answered from drives are reported */
 	uint32_t in_flight;
 	uint64_t next_deadline_ns;
 	uint64_t now_ns; /* the time of this round: reading the clock costs as much as polling a word */

@@ -45,8 +45,8 @@ __all__ = [
     "Statistics",
     "hold",
     "is_idle",
-    "let_go",
     "region_for",
+    "release",
 ]
 
 MEMORY = "memory"  # a provider of our own: between fabrics of one process, without libfabric
@@ -192,13 +192,13 @@ class Region(Handle):
             return not self._holds and (self.handle is None or not lib.tk_region_uses(self.handle))
 
     def _hold(self) -> None:
-        """Keep the region from being closed, for example while a peer writes to it, until a matching `let_go`."""
+        """Keep the region from being closed, for example while a peer writes to it, until a matching `release`."""
         with self._lock:
             if self.handle is None:
                 raise FabricError("The region is closed; register the memory again.")
             self._holds += 1
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Release a hold: nothing more arrives because of it."""
         with self._lock:
             assert self._holds
@@ -242,7 +242,7 @@ class Region(Handle):
 
 # For other modules of the project. Underscored in the class, because users of a region don't call them.
 hold = Region._hold  # noqa: SLF001
-let_go = Region._let_go  # noqa: SLF001
+release = Region._release  # noqa: SLF001
 is_idle = Region._is_idle  # noqa: SLF001
 region_for = Region._through  # noqa: SLF001
 
@@ -421,14 +421,14 @@ class Fabric(Handle):
         """
         return Endpoint(self, source, domain)
 
-    def hear(self, doorbell: int, *, is_pipe: bool) -> None:
+    def listen(self, doorbell: int, *, is_pipe: bool) -> None:
         """Let writes to an eventfd or a pipe wake the progress thread, until `ignore`."""
-        code = lib.tk_fabric_hear(self.handle, doorbell, is_pipe)
+        code = lib.tk_fabric_listen(self.handle, doorbell, is_pipe)
         if code:
-            raise FabricError.from_code("Hearing a doorbell", code)
+            raise FabricError.from_code("Listening to a doorbell", code)
 
     def ignore(self, doorbell: int) -> None:
-        """Undo `hear`. After this nothing reads from the doorbell, and it may be closed."""
+        """Undo `listen`. After this nothing reads from the doorbell, and it may be closed."""
         with self.closing:  # the interpreter's exit closes fabrics while other threads close what is theirs
             if self.handle is not None:
                 lib.tk_fabric_ignore(self.handle, doorbell)

@@ -28,7 +28,7 @@ struct tk_group {
 	uint32_t prefix; /* number of leading rows that are over */
 	uint32_t waiters;
 	uint32_t wanted_prefix; /* the smallest number that a waiter waits for */
-	int told;	/* TK_OVER was reported, or a waiter has seen the end */
+	int is_reported;	/* TK_OVER was reported, or a waiter has seen the end */
 	struct turn *turn;
 	uint8_t *copies; /* of each row: its block is being read from the node's memory */
 	char *heads;	 /* heads of the blocks of puts, each preceded by its metadata */
@@ -51,7 +51,7 @@ int group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int await
 	turn_use(group->turn = fabric->turn);
 	group->tag = tag;
 	group->users = 1;
-	group->told = awaited;
+	group->is_reported = awaited;
 	group->count = group->open = group->unlanded = count;
 	group->wanted_prefix = UINT32_MAX;
 	*out = group;
@@ -85,19 +85,19 @@ void group_use(struct tk_group *group)
 	__atomic_add_fetch(&group->users, 1, __ATOMIC_RELAXED);
 }
 
-void group_let_go(struct tk_group *group)
+void group_release(struct tk_group *group)
 {
 	if (__atomic_sub_fetch(&group->users, 1, __ATOMIC_ACQ_REL))
 		return;
 	pthread_mutex_destroy(&group->lock);
 	pthread_cond_destroy(&group->changed);
-	turn_let_go(group->turn);
+	turn_release(group->turn);
 	free(group);
 }
 
 void tk_group_close(struct tk_group *group)
 {
-	group_let_go(group);
+	group_release(group);
 }
 
 /* Under the lock. Returns whether TK_OVER is to be reported. */
@@ -115,9 +115,9 @@ static int end_row(struct tk_group *group, struct tk_row *row, uint32_t code)
 		group->prefix++;
 	if (group->waiters && (!group->open || !group->unlanded || group->prefix >= group->wanted_prefix))
 		pthread_cond_broadcast(&group->changed);
-	if (group->open || group->waiters || group->told)
+	if (group->open || group->waiters || group->is_reported)
 		return 0;
-	group->told = 1;
+	group->is_reported = 1;
 	return 1;
 }
 
@@ -181,7 +181,7 @@ int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code)
 		return -EINVAL;
 	pthread_mutex_lock(&group->lock);
 	end_row(group, &group->rows[row], code);
-	group->told |= !group->open; /* its owner has ended it: TK_OVER is not reported */
+	group->is_reported |= !group->open; /* its owner has ended it: TK_OVER is not reported */
 	int open = (int)group->open;
 	pthread_mutex_unlock(&group->lock);
 	turn_rouse(group->turn);
@@ -237,7 +237,7 @@ int tk_group_wait(struct tk_group *group, uint32_t first, int landed, uint64_t t
 	}
 	if (!--group->waiters)
 		group->wanted_prefix = UINT32_MAX;
-	group->told |= !group->open;
+	group->is_reported |= !group->open;
 	pthread_mutex_unlock(&group->lock);
 	if (had_come)
 		turn_step(group->turn);

@@ -82,12 +82,12 @@ int rest_open(struct tk_fabric *fabric)
 	return watch_fd(fabric, WAKES_CALL, fabric->wake_fd, EPOLLIN);
 }
 
-int rest_hear(struct tk_fabric *fabric, int pipe_fd)
+int rest_listen(struct tk_fabric *fabric, int pipe_fd)
 {
 	return watch_fd(fabric, WAKES_BELL, pipe_fd, EPOLLIN | EPOLLET);
 }
 
-int rest_hear_writes(struct tk_fabric *fabric, int event_fd)
+int rest_listen_writes(struct tk_fabric *fabric, int event_fd)
 {
 	return watch_fd(fabric, WAKES_WRITES, event_fd, EPOLLIN | EPOLLET); /* it is never drained */
 }
@@ -212,7 +212,7 @@ static void look_for_sockets(struct tk_fabric *fabric)
 
 /* Drains the bells and calls that woke the thread, so that they can wake it again. Returns whether there was anything.
  * If no socket was among them, the next round doesn't poll the provider: the new work is in our memory. */
-static int hear(struct tk_fabric *fabric)
+static int drain_wakes(struct tk_fabric *fabric)
 {
 	struct epoll_event events[EVENTS_A_TIME];
 	char ignored[BELL_BYTES];
@@ -339,7 +339,7 @@ int rest(struct tk_fabric *fabric, uint64_t idle_ns)
 		woken = ppoll(&wait, 1, &timeout, NULL) > 0;
 		if (is_thread)
 			turn_wakes(fabric->turn);
-		woken = woken && hear(fabric);
+		woken = woken && drain_wakes(fabric);
 	}
 	woken |= !fabric->asleep; /* a caller has run rounds meanwhile */
 	stop_sleeping(fabric);

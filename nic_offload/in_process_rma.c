@@ -80,15 +80,15 @@ static int transfer(struct memory_endpoint *endpoint, const struct fi_msg_rma *m
 	return 0;
 }
 
-static ssize_t post(struct fid_ep *fid, const struct fi_msg_rma *message, int is_read, int is_told)
+static ssize_t post(struct fid_ep *fid, const struct fi_msg_rma *message, int is_read, int is_reported)
 {
 	struct memory_endpoint *endpoint = (struct memory_endpoint *)fid;
 	pthread_mutex_lock(&memory_lock);
 	/* room for the completion first: a write can't be undone */
-	ssize_t status = is_told ? memory_complete(endpoint->queue, message->context, 0) : 0;
+	ssize_t status = is_reported ? memory_complete(endpoint->queue, message->context, 0) : 0;
 	if (!status) {
 		int error = transfer(endpoint, message, is_read);
-		if (is_told)
+		if (is_reported)
 			endpoint->queue->entries[endpoint->queue->end - 1].error = error;
 	}
 	pthread_mutex_unlock(&memory_lock);

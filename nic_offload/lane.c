@@ -8,7 +8,7 @@
  * lane's own memory, and written from there; a record of several pieces gets its header page with the last.
  *
  * What always holds: the application gets each record once, with its block, when the record has ended, and earlier only
- * through `tk_lane_hear`; a record that `tk_lane_hear` reports is already counted by `tk_lane_begun`. Records are
+ * through `tk_lane_under_way`; a record that `tk_lane_under_way` reports is already counted by `tk_lane_begun`. Records are
  * reported, to it and then to their peers, in the order of their generations, and only when all lower generations are
  * on the drive; the application confirms those that the lane did not write (`tk_lane_clear`). After a failed write no
  * record is acknowledged to a peer and no write begins. Bytes in a room beyond the payload don't reach the drive.
@@ -25,8 +25,8 @@
 #include <errno.h>
 #include <string.h>
 
-#define TOLD_COUNT 256u	     /* records are reported to the application when there are so many, */
-#define TOLD_NS 10000000u     /* or after this time: no caller waits for the report */
+#define REPORT_COUNT 256u	     /* records are reported to the application when there are so many, */
+#define REPORT_NS 10000000u     /* or after this time: no caller waits for the report */
 #define MADE_A_ROUND (1u << 20) /* small, to stay in the cache, and so that the network doesn't wait */
 
 static const uint8_t no_domain[TK_DOMAIN_BYTES];
@@ -110,16 +110,16 @@ uint64_t tk_lane_begun(struct tk_lane *lane)
 	return __atomic_load_n(&lane->begun, __ATOMIC_ACQUIRE);
 }
 
-int tk_lane_hear(struct tk_lane *lane, struct tk_written *out, int out_max)
+int tk_lane_under_way(struct tk_lane *lane, struct tk_written *out, int out_max)
 {
 	int count = 0;
 	pthread_mutex_lock(&lane->lock);
 	for (uint32_t i = 0; i < lane->count && count < out_max; i++) {
 		struct record *record = &lane->records[(lane->first + i) % lane->setup.depth];
-		if (record->is_told || record->told.was_heard)
+		if (record->is_reported || record->row.was_reported)
 			continue;
-		out[count++] = record->told;
-		record->told.was_heard = 1;
+		out[count++] = record->row;
+		record->row.was_reported = 1;
 	}
 	pthread_mutex_unlock(&lane->lock);
 	return count;
@@ -134,8 +134,8 @@ int tk_lane_take(struct tk_lane *lane, struct tk_written *out, int out_max)
 		lane->written_count -= count;
 		memmove(lane->written, lane->written + count, lane->written_count * sizeof *out);
 	}
-	lane->told = !!lane->written_count;
-	lane->tell_at_ns = 0;
+	lane->is_notified = !!lane->written_count;
+	lane->notify_at_ns = 0;
 	pthread_mutex_unlock(&lane->lock);
 	return (int)count;
 }
@@ -158,12 +158,12 @@ uint32_t lanes_home(const struct tk_lanes *lanes, const uint8_t *name)
 }
 
 /* Under the lock. */
-static void tell(struct tk_lane *lane)
+static void notify(struct tk_lane *lane)
 {
-	lane->tell_at_ns = 0;
-	if (lane->told)
+	lane->notify_at_ns = 0;
+	if (lane->is_notified)
 		return;
-	lane->told = 1;
+	lane->is_notified = 1;
 	report(lane->fabric, TK_CAME, lane->setup.tag, 0, 0, tk_now_ns());
 }
 
@@ -173,7 +173,7 @@ static int fits(const struct tk_ground *ground, uint32_t pages)
 }
 
 /* Under the lock. Takes the next pages and the next generation; 0: there is no room. */
-static int take_ground(struct tk_lane *lane, uint32_t pages, struct tk_written *told)
+static int take_ground(struct tk_lane *lane, uint32_t pages, struct tk_written *row)
 {
 	struct tk_ground *ground = &lane->ground;
 	int is_next = !fits(ground, pages) && fits(&lane->next_ground, pages), has_room = is_next || fits(ground, pages);
@@ -185,11 +185,11 @@ static int take_ground(struct tk_lane *lane, uint32_t pages, struct tk_written *
 		*ground = lane->next_ground;
 		lane->next_ground = (struct tk_ground){0};
 		lane->used = 0;
-		tell(lane); /* there is no next ground now */
+		notify(lane); /* there is no next ground now */
 	}
 	if (has_room) {
-		told->offset = ground->page * PAGE;
-		told->generation = ground->generation++;
+		row->offset = ground->page * PAGE;
+		row->generation = ground->generation++;
 		ground->page += pages;
 		ground->pages -= pages;
 		ground->records--;
@@ -221,21 +221,21 @@ struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, cons
 	uint32_t padded = padded_of(came->length);
 	struct record *record = &lane->records[(lane->first + lane->count) % lane->setup.depth];
 	const struct record *before = &lane->records[(lane->first + lane->count - 1 + lane->setup.depth) % lane->setup.depth];
-	struct tk_written told = {.came = *came, .tag = word->tag};
+	struct tk_written row = {.came = *came, .tag = word->tag};
 	struct vault_key key = {0};
 	int has_key = encryption->vault ? !vault_by_name(encryption->vault, owner, came->domain, &key)
 					: !memcmp(came->domain, no_domain, sizeof no_domain);
 	pthread_mutex_lock(&lane->lock);
-	if (is_full(lane, came->length) || !has_key || !take_ground(lane, 1 + padded / PAGE, &told)) {
+	if (is_full(lane, came->length) || !has_key || !take_ground(lane, 1 + padded / PAGE, &row)) {
 		pthread_mutex_unlock(&lane->lock);
 		wipe(&key, sizeof key);
 		return NULL;
 	}
-	told.key_id = key.id;
-	told.key_number = encryption->vault ? key.number + 1 : 0;
+	row.key_id = key.id;
+	row.key_number = encryption->vault ? key.number + 1 : 0;
 	*record = (struct record){
 		.word = *word,
-		.told = told,
+		.row = row,
 		.size = PAGE + (uint64_t)padded,
 		.payload = (char *)(uintptr_t)came->address + PAGE,
 		.length = came->length,
@@ -243,7 +243,7 @@ struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, cons
 			.version = lane->setup.version,
 			.kind = lane->setup.kind,
 			.length = came->length,
-			.generation = told.generation,
+			.generation = row.generation,
 			.expires_ms = came->expires_unix_ms,
 			.crc32c = came->crc32c,
 		},
@@ -258,7 +258,7 @@ struct record *lane_begin(struct tk_lane *lane, const struct tk_came *came, cons
 	memcpy(record->header.fingerprint, came->fingerprint, sizeof record->header.fingerprint);
 	lane->count++;
 	lane->bytes += record->size;
-	__atomic_add_fetch(&lane->begun, 1, __ATOMIC_RELEASE); /* `tk_lane_hear` reports it from the same moment on */
+	__atomic_add_fetch(&lane->begun, 1, __ATOMIC_RELEASE); /* `tk_lane_under_way` reports it from the same moment on */
 	pthread_mutex_unlock(&lane->lock);
 	return record;
 }
@@ -270,10 +270,10 @@ void lane_landed(struct record *record)
 
 /* Whether the record's acknowledgement, if any, was sent or queued: a peer that accepts nothing doesn't delay
  * others. */
-static int tell_peer(struct tk_lane *lane, struct record *record)
+static int acknowledge(struct tk_lane *lane, struct record *record)
 {
 	const struct lane_word *word = &record->word;
-	if (!word->endpoint || !word->word || !record->told.is_answered)
+	if (!word->endpoint || !word->word || !record->row.is_answered)
 		return 1;
 	int status = post_or_queue_word(lane->fabric, word->endpoint, word->word, word->peer, word->target, word->key);
 	lane->fabric->statistics.acks_sent += status != -FI_EAGAIN;
@@ -287,30 +287,30 @@ int lane_awaits_ground(struct tk_lane *lane, uint32_t length)
 	int awaits = lane->expects && !lane->failed && !fits(&lane->ground, pages) && !fits(&lane->next_ground, pages);
 	if (awaits && pages > lane->wanted_pages) {
 		lane->wanted_pages = pages;
-		tell(lane);
+		notify(lane);
 	}
 	pthread_mutex_unlock(&lane->lock);
 	return awaits;
 }
 
-static int tell_application(struct tk_lane *lane, struct record *record)
+static int report_in_order(struct tk_lane *lane, struct record *record)
 {
 	pthread_mutex_lock(&lane->lock);
-	record->is_told = record->told.generation < lane->clear_until &&
+	record->is_reported = record->row.generation < lane->clear_until &&
 			  !grow((void **)&lane->written, &lane->written_capacity, lane->written_count, sizeof *lane->written);
-	if (record->is_told) {
-		record->told.ended_ns = tk_now_ns();
-		if (record->told.result && !lane->failed)
-			lane->failed = record->told.result;
-		record->told.is_answered = !lane->failed;
-		lane->written[lane->written_count++] = record->told;
-		if (lane->failed || lane->written_count >= TOLD_COUNT)
-			tell(lane);
-		else if (!lane->told && !lane->tell_at_ns)
-			lane->tell_at_ns = record->told.ended_ns + TOLD_NS;
+	if (record->is_reported) {
+		record->row.ended_ns = tk_now_ns();
+		if (record->row.result && !lane->failed)
+			lane->failed = record->row.result;
+		record->row.is_answered = !lane->failed;
+		lane->written[lane->written_count++] = record->row;
+		if (lane->failed || lane->written_count >= REPORT_COUNT)
+			notify(lane);
+		else if (!lane->is_notified && !lane->notify_at_ns)
+			lane->notify_at_ns = record->row.ended_ns + REPORT_NS;
 	}
 	pthread_mutex_unlock(&lane->lock);
-	return record->is_told;
+	return record->is_reported;
 }
 
 static int retire(struct tk_lane *lane)
@@ -318,9 +318,9 @@ static int retire(struct tk_lane *lane)
 	int busy = 0;
 	while (lane->count && lane->records[lane->first].has_ended && lane->records[lane->first].has_landed) {
 		struct record *record = &lane->records[lane->first];
-		if (!record->is_told && !tell_application(lane, record))
+		if (!record->is_reported && !report_in_order(lane, record))
 			break;
-		if (!tell_peer(lane, record))
+		if (!acknowledge(lane, record))
 			break;
 		pthread_mutex_lock(&lane->lock);
 		lane->first = (lane->first + 1) % lane->setup.depth;
@@ -334,12 +334,12 @@ static int retire(struct tk_lane *lane)
 	return busy;
 }
 
-static void tell_in_time(struct tk_lane *lane)
+static void notify_if_due(struct tk_lane *lane)
 {
 	pthread_mutex_lock(&lane->lock);
-	uint64_t at_ns = lane->tell_at_ns;
+	uint64_t at_ns = lane->notify_at_ns;
 	if (at_ns && lane->fabric->now_ns >= at_ns)
-		tell(lane);
+		notify(lane);
 	else if (at_ns && at_ns < lane->fabric->next_deadline_ns)
 		lane->fabric->next_deadline_ns = at_ns;
 	pthread_mutex_unlock(&lane->lock);
@@ -354,7 +354,7 @@ int poll_lanes(struct tk_fabric *fabric)
 			busy |= reap_writes(lane) | retire(lane) | write_some(lane, MADE_A_ROUND);
 			submit_writes(lane);
 		}
-		tell_in_time(lane);
+		notify_if_due(lane);
 	}
 	return busy;
 }

@@ -2,10 +2,10 @@
 
 The application lends a lane *ground*: pages, and generations for the records on them. Receivers that use the lane
 give it the blocks they receive. It writes each block as a record, then notifies its peer, and then the application,
-which adds the block to its index. The application doesn't know the block before, unless it asks (`hear`).
+which adds the block to its index. The application doesn't know the block before, unless it asks (`under_way`).
 
 What always holds: records are reported in the order of their generations, and only when all earlier ones are on the
-drive. A record that `begun` counts was heard, has ended, or is found by the next `hear`.
+drive. A record that `begun` counts was reported, has ended, or is found by the next `under_way`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ NO_GROUND = LaneState(Ground(0, 0, 0, 0), Ground(0, 0, 0, 0), Ground(0, 0, 0, 0)
 
 
 class Written(NamedTuple):
-    """A record that is on the drive, or never will be; from `hear`, one that is being written."""
+    """A record that is on the drive, or never will be; from `under_way`, one that is being written."""
 
     came: Came  # the block, which its receiver doesn't report
     tag: int  # of that receiver
@@ -85,7 +85,7 @@ class Written(NamedTuple):
     result: int  # 0, or a negative errno
     is_answered: int  # the lane acknowledges it to its peer, if requested
     key_number: int
-    was_heard: int  # `hear` has returned it already
+    was_reported: int  # `under_way` has returned it already
 
     @property
     def key(self) -> KeyName | None:
@@ -180,9 +180,9 @@ class Lane:
         """Take some of the records that have ended, for `written_in`; none if there are none."""
         return self._rows(lib.tk_lane_take)
 
-    def hear(self) -> bytes:
-        """Return some of the records under way that were not heard before; only their blocks and tags are valid."""
-        return self._rows(lib.tk_lane_hear)
+    def under_way(self) -> bytes:
+        """Return some of the records under way that were not returned before; only their blocks and tags are valid."""
+        return self._rows(lib.tk_lane_under_way)
 
     def _rows(self, take: Any) -> bytes:
         if self._fabric.closed:

@@ -17,11 +17,11 @@
 /* A record under way. */
 struct record {
 	struct lane_word word;
-	struct tk_written told; /* `was_heard` and `is_told` under the lock */
+	struct tk_written row; /* `was_reported` and `is_reported` under the lock */
 	uint64_t size;
 	uint32_t pieces; /* those that are not over */
 	int is_whole;	 /* no more pieces will begin */
-	int has_ended, is_told; /* reported to the application; its peer is next */
+	int has_ended, is_reported; /* reported to the application; its peer is next */
 	int has_landed; /* the peer got `landed`, or is gone */
 	int changes_owner; /* the record before it, if any, has another owner */
 
@@ -75,8 +75,8 @@ struct tk_lane {
 	int failed; /* the errno of a failed write; 0: none */
 	struct tk_written *written;
 	uint32_t written_count, written_capacity;
-	int told;
-	uint64_t tell_at_ns;
+	int is_notified;
+	uint64_t notify_at_ns;
 };
 
 /* lane_writes.c */

@@ -27,7 +27,7 @@ static void free_lane(struct tk_lane *lane)
 static int add_lane(struct tk_fabric *fabric, void *argument)
 {
 	struct tk_lane *lane = *(struct tk_lane **)argument;
-	int status = rest_hear_writes(fabric, lane->event_fd);
+	int status = rest_listen_writes(fabric, lane->event_fd);
 	if (status)
 		return status;
 	lane->next = fabric->lanes;

@@ -44,12 +44,12 @@ static void begin_piece(struct tk_lane *lane, const struct piece *piece)
 	prepare(lane, placed);
 }
 
-/* Takes the lock: `tk_lane_hear` copies records that are under way. */
+/* Takes the lock: `tk_lane_under_way` copies records that are under way. */
 static void note_failure(struct tk_lane *lane, struct record *record, int status)
 {
 	pthread_mutex_lock(&lane->lock);
-	if (!record->told.result)
-		record->told.result = status;
+	if (!record->row.result)
+		record->row.result = status;
 	pthread_mutex_unlock(&lane->lock);
 }
 
@@ -65,14 +65,14 @@ static uint32_t write_plain(struct tk_lane *lane, struct record *record)
 		return 0;
 	uint32_t padded = (uint32_t)(record->size - PAGE);
 	char *header = lane->headers + (size_t)(record - lane->records) * PAGE;
-	struct tk_tagged row = {.address = (uint64_t)(uintptr_t)header, .number = record->told.offset};
+	struct tk_tagged row = {.address = (uint64_t)(uintptr_t)header, .number = record->row.offset};
 	memcpy(row.fixed, &record->header, sizeof record->header);
 	tk_write_tagged(lane->setup.secret, lane->setup.name, &row, 1);
 	memset(record->payload + record->length, 0, padded - record->length);
 	struct piece piece = {
 		.record = record,
 		.parts = {{.iov_base = header, .iov_len = PAGE}, {.iov_base = record->payload, .iov_len = padded}},
-		.offset = record->told.offset,
+		.offset = record->row.offset,
 	};
 	begin_piece(lane, &piece);
 	record->is_whole = 1;
@@ -105,7 +105,7 @@ static uint32_t encrypt_piece(struct tk_lane *lane, struct record *record)
 		return 0;
 	char *page = memory, *bytes = memory + (is_last ? PAGE : 0);
 	if (is_first) {
-		status = record_begin(&lane->stream, with, &record->key, &record->header, record->told.offset);
+		status = record_begin(&lane->stream, with, &record->key, &record->header, record->row.offset);
 		wipe(&record->key, sizeof record->key);
 	}
 	if (!status)
@@ -113,7 +113,7 @@ static uint32_t encrypt_piece(struct tk_lane *lane, struct record *record)
 	memset(bytes + payload, 0, size - payload);
 	if (!status && is_last)
 		status = record_end(&lane->stream, with, page);
-	uint64_t offset = record->told.offset + PAGE + record->encrypted;
+	uint64_t offset = record->row.offset + PAGE + record->encrypted;
 	record->encrypted += size;
 	record->is_whole = is_last || status;
 	struct piece piece = {.record = record, .taken = taken, .offset = offset,
@@ -131,7 +131,7 @@ static uint32_t encrypt_piece(struct tk_lane *lane, struct record *record)
 		piece.taken = 0;
 		begin_piece(lane, &piece);
 		piece.parts[1] = (struct iovec){.iov_base = page, .iov_len = PAGE};
-		piece.offset = record->told.offset;
+		piece.offset = record->row.offset;
 		piece.taken = taken;
 		begin_piece(lane, &piece);
 	} else {

@@ -143,7 +143,7 @@ void nic_leave(struct tk_fabric *fabric, struct slot *slot, int lost)
 		work->op.trigger->held--;
 	}
 	work->slot = NULL;
-	slot->cut = slot->told = 0;
+	slot->cut = slot->is_reported = 0;
 	if (!lost) {
 		free_slot(fabric, slot);
 		return;
@@ -251,7 +251,7 @@ int nic_completed(struct tk_fabric *fabric, void *context, int status)
 	int transfers = has_bytes(&slot->work->op) + has_flag(&slot->work->op);
 	if (status)
 		settle_failed(fabric, slot, status);
-	else if (slot->cut && slot->told)
+	else if (slot->cut && slot->is_reported)
 		nic_put_flag(fabric, slot, 0);
 	else if (context == &slot->steps[transfers - 1].context)
 		nic_settle(fabric, slot);
@@ -277,7 +277,7 @@ int nic_poll(struct tk_fabric *fabric)
 		struct slot *slot = &nic->slots[i];
 		if (!slot->work && !slot->lost)
 			continue;
-		if (slot->cut && !slot->told && nic_follow_cut(fabric, slot)) {
+		if (slot->cut && !slot->is_reported && nic_follow_cut(fabric, slot)) {
 			busy = 1;
 			continue;
 		}

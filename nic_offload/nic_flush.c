@@ -78,7 +78,7 @@ static int is_stuck(const struct nic *nic, const struct slot *slot)
 /* The NIC had only its bytes. If they have fired, the operation continues as before. */
 static void settle_cut(struct tk_fabric *fabric, struct slot *slot)
 {
-	if (!slot->told && have_moved(slot))
+	if (!slot->is_reported && have_moved(slot))
 		nic_put_flag(fabric, slot, 0);
 	else if (slot->reached_before || have_moved(slot) || (is_reached(slot) && is_stuck(&fabric->nic, slot)))
 		goes_on(fabric, slot, 1);

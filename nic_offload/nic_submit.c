@@ -52,7 +52,7 @@ static void add_bytes(struct slot *slot, struct fid_cntr *trigger, uint64_t thre
 	slot->local[0] = (struct iovec){(void *)op->local, op->length};
 	slot->remote[0] = (struct fi_rma_iov){op->remote, op->length, op->remote_key};
 	slot->desc[0] = op->region->desc;
-	uint64_t flags = chained && !slot->told ? 0 : FI_COMPLETION;
+	uint64_t flags = chained && !slot->is_reported ? 0 : FI_COMPLETION;
 	if (!get)
 		flags |= FI_DELIVERY_COMPLETE; /* later steps are chained to the arrival of the bytes */
 	add_transfer(slot,
@@ -79,7 +79,7 @@ static void make_steps(struct slot *slot)
 	uint64_t threshold = op->threshold;
 	slot->steps_count = 0;
 	/* A flag that waited for the bytes' counter would go out if they failed. */
-	slot->cut = slot->told = op->trigger->fabric->nic.failures_fire && has_bytes(op) && has_flag(op);
+	slot->cut = slot->is_reported = op->trigger->fabric->nic.failures_fire && has_bytes(op) && has_flag(op);
 	if (has_bytes(op)) {
 		add_bytes(slot, trigger, threshold);
 		trigger = slot->moved;

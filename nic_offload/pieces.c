@@ -86,7 +86,7 @@ void pieces_use(struct tk_pieces *pieces)
 		__atomic_add_fetch(&pieces->regions[i]->uses, 1, __ATOMIC_RELAXED);
 }
 
-void pieces_let_go(struct tk_pieces *pieces)
+void pieces_release(struct tk_pieces *pieces)
 {
 	for (uint32_t i = 0; i < pieces->regions_count; i++)
 		__atomic_sub_fetch(&pieces->regions[i]->uses, 1, __ATOMIC_RELEASE);

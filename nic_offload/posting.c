@@ -175,7 +175,7 @@ static int post_one(struct tk_fabric *fabric, struct work *work)
 		return 1;
 	}
 	if (may_share(work)) {
-		int status = tell_where(fabric, work);
+		int status = send_location(fabric, work);
 		return status ? status : TOLD;
 	}
 	int only_flag = !work->op.length || work->state == WORK_FLAG_READY;
@@ -214,7 +214,7 @@ static void posted(struct tk_fabric *fabric, struct work *work, int status)
 	if (!work->posted_ns)
 		work->posted_ns = tk_now_ns();
 	if (status == TOLD) {
-		was_told(fabric, work);
+		await_copy(fabric, work);
 		return;
 	}
 	if (status < 0) {

@@ -90,7 +90,7 @@ int group_open(struct tk_fabric *fabric, uint64_t tag, uint32_t count, int await
 	       struct tk_group **out);
 struct tk_put_head *group_head(struct tk_group *group, uint32_t row); /* NULL: it has none */
 void group_use(struct tk_group *group);
-void group_let_go(struct tk_group *group);
+void group_release(struct tk_group *group);
 void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns);
 void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code);
 void group_copies(struct tk_group *group, uint32_t row, int copies); /* while set, no word ends that row */
@@ -130,8 +130,8 @@ void stop_streams(struct tk_fabric *fabric, const struct tk_endpoint *endpoint);
 
 /* idle.c: how the thread idles. Any thread, except for `rest`. */
 int rest_open(struct tk_fabric *fabric);
-int rest_hear(struct tk_fabric *fabric, int pipe_fd);
-int rest_hear_writes(struct tk_fabric *fabric, int event_fd);
+int rest_listen(struct tk_fabric *fabric, int pipe_fd);
+int rest_listen_writes(struct tk_fabric *fabric, int event_fd);
 int rest_ignore(struct tk_fabric *fabric, int event_fd);
 void rest_look_again(struct tk_fabric *fabric);
 void rest_overslept(struct tk_fabric *fabric);
@@ -213,12 +213,12 @@ void shared_asked(struct shared_fetch *fetch, uint32_t place);
 int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region *region, uint64_t address);
 uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes_max);
 void shared_over(struct work *watch);
-int shared_told(struct tk_fabric *fabric, struct work *watch); /* reads one block's location; 0: it must not be read */
+int shared_located(struct tk_fabric *fabric, struct work *watch); /* reads one block's location; 0: it must not be read */
 
 /* shared_reads.c: the same, on the node's side */
 int may_share(const struct work *work);
-int tell_where(struct tk_fabric *fabric, struct work *work); /* 0, or the error of posting */
-void was_told(struct tk_fabric *fabric, struct work *work); /* it has left all other queues */
+int send_location(struct tk_fabric *fabric, struct work *work); /* 0, or the error of posting */
+void await_copy(struct tk_fabric *fabric, struct work *work); /* it has left all other queues */
 int poll_shared_reads(struct tk_fabric *fabric);
 
 /* shared_puts.c: puts and words between two ends on one machine */
@@ -245,19 +245,19 @@ uint32_t block_copy_some(struct block_copy *block, uint32_t bytes_max); /* retur
 
 /* pieces.c; any thread for all but the last */
 void pieces_use(struct tk_pieces *pieces);
-void pieces_let_go(struct tk_pieces *pieces);
+void pieces_release(struct tk_pieces *pieces);
 void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const char *from, uint64_t bytes, copy_bytes copy,
 		 const char *next);
 uint32_t gather_some(struct work *work, uint32_t bytes_max);
 
 /* receiver.c: the node's side */
 int poll_receivers(struct tk_fabric *fabric);
-void receivers_tell(struct tk_fabric *fabric);
+void receivers_notify(struct tk_fabric *fabric);
 void receivers_end(struct tk_fabric *fabric, struct tk_endpoint *endpoint);
 
 /* reader.c: puts of bytes that are read from a drive */
 void reader_begin(struct work *work);
-void reader_let_go(struct work *work); /* the bytes are no longer needed */
+void reader_release(struct work *work); /* the bytes are no longer needed */
 void reader_withdraw(struct work *work); /* the same, while the drive may still be reading them */
 void reader_put_over(struct work *work);
 int poll_readers(struct tk_fabric *fabric);

@@ -43,7 +43,7 @@ static void free_reader(struct tk_reader *reader)
 static int add_reader(struct tk_fabric *fabric, void *argument)
 {
 	struct tk_reader *reader = *(struct tk_reader **)argument;
-	int status = rest_hear_writes(fabric, reader->event_fd);
+	int status = rest_listen_writes(fabric, reader->event_fd);
 	if (status)
 		return status;
 	reader->next = fabric->readers;
@@ -200,10 +200,10 @@ void reader_withdraw(struct work *work)
 {
 	if (work->batch->shelf)
 		cold_room_stays(work);
-	reader_let_go(work);
+	reader_release(work);
 }
 
-void reader_let_go(struct work *work)
+void reader_release(struct work *work)
 {
 	work->reading->work = NULL;
 	work->reading = NULL;
@@ -219,15 +219,15 @@ static void unlist(struct tk_reader *reader, struct batch *batch)
 		*link = batch->next;
 }
 
-static void tell_read(struct tk_reader *reader, struct batch *batch)
+static void report_read(struct tk_reader *reader, struct batch *batch)
 {
 	report(reader->fabric, TK_READ, batch->tag, 0, 0, batch->read_ns);
-	batch->read_is_told = 1;
+	batch->read_is_reported = 1;
 }
 
 static void free_if_over(struct batch *batch)
 {
-	if (batch->read_is_told && !batch->not_over)
+	if (batch->read_is_reported && !batch->not_over)
 		free(batch);
 }
 
@@ -239,11 +239,11 @@ void reading_over(struct tk_reader *reader, struct reading *reading)
 		return;
 	__atomic_sub_fetch(&batch->region->uses, 1, __ATOMIC_RELEASE);
 	batch->read_ns = tk_now_ns();
-	batch->read_is_told = batch->shelf != NULL;
+	batch->read_is_reported = batch->shelf != NULL;
 	if (batch->shelf) {
 		free_if_over(batch);
 	} else if (!batch->not_over) {
-		tell_read(reader, batch);
+		report_read(reader, batch);
 		free_if_over(batch);
 	} else {
 		batch->next = reader->read_first;
@@ -266,14 +266,14 @@ void reader_put_over(struct work *work)
 		return;
 	}
 	report(reader->fabric, TK_SENT, batch->tag, batch->posted_ns, 0, tk_now_ns());
-	if (!batch->unread && !batch->read_is_told) {
+	if (!batch->unread && !batch->read_is_reported) {
 		unlist(reader, batch);
-		tell_read(reader, batch);
+		report_read(reader, batch);
 	}
 	free_if_over(batch);
 }
 
-static void tell_in_time(struct tk_reader *reader)
+static void notify_if_due(struct tk_reader *reader)
 {
 	struct tk_fabric *fabric = reader->fabric;
 	for (struct batch *batch = reader->read_first, *next; batch; batch = next) {
@@ -281,7 +281,7 @@ static void tell_in_time(struct tk_reader *reader)
 		uint64_t at_ns = batch->read_ns + APART_NS;
 		if (fabric->now_ns >= at_ns) {
 			unlist(reader, batch);
-			tell_read(reader, batch);
+			report_read(reader, batch);
 		} else if (at_ns < fabric->next_deadline_ns) {
 			fabric->next_deadline_ns = at_ns;
 		}
@@ -296,7 +296,7 @@ int poll_readers(struct tk_fabric *fabric)
 		busy |= start_readings(reader);
 		submit_reads(reader);
 		busy |= check_read(reader, CHECKED_A_ROUND);
-		tell_in_time(reader);
+		notify_if_due(reader);
 	}
 	return busy;
 }

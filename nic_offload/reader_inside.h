@@ -49,7 +49,7 @@ struct batch {
 	uint64_t tag, read_ns, posted_ns;
 	uint32_t unread;   /* records whose pages the drive still uses */
 	uint32_t not_over; /* puts that are not over */
-	int read_is_told;
+	int read_is_reported;
 	struct tk_shelf *shelf; /* of blocks of a call that a desk answers, from any drives; the application gets no event */
 	struct reading readings[];
 };

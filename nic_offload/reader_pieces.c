@@ -101,7 +101,7 @@ static void ended(struct tk_reader *reader, struct reading *reading)
 	if (work && reading->failed && !is_staged(reader))
 		wipe(room_of(reading), reading->size);
 	if (work) {
-		reader_let_go(work);
+		reader_release(work);
 		if (reading->failed || (reading->place && !cold_is_there(work, reading->place, reading->header.generation)))
 			finish(reader->fabric, work, -ENODATA);
 		else

@@ -25,9 +25,9 @@
 #include <string.h>
 
 #define BYTES_A_ROUND (256u << 10) /* small, so that the network doesn't wait */
-#define TOLD_COUNT 64u /* blocks are reported to the application when there are so many, */
-#define TOLD_NS 1000000u /* or after this time, if no peer waits for a word, */
-#define TOLD_AWAITED_NS 300000u /* and if one does, this time after the last report, */
+#define REPORT_COUNT 64u /* blocks are reported to the application when there are so many, */
+#define REPORT_NS 1000000u /* or after this time, if no peer waits for a word, */
+#define REPORT_AWAITED_NS 300000u /* and if one does, this time after the last report, */
 
 static void free_receiver(struct tk_receiver *receiver)
 {
@@ -61,7 +61,7 @@ static int remove_receiver(struct tk_fabric *fabric, void *argument)
 void await_put(struct tk_receiver *receiver, uint32_t slot, uint64_t generation)
 {
 	const struct tk_receiver_setup *setup = &receiver->setup;
-	struct spot flag = word_spot(setup->told_flags, setup->told_key, slot);
+	struct spot flag = word_spot(setup->remote_flags, setup->remote_key, slot);
 	receiver->awaited[slot].generation = generation;
 	receiver->awaited[slot].due = word_in(setup->endpoint, flag, generation);
 }
@@ -184,7 +184,7 @@ void remove_gone(struct tk_receiver *receiver)
 
 static void set_time(struct tk_receiver *receiver, uint64_t at_ns)
 {
-	__atomic_store_n(&receiver->tell_at_ns, at_ns, __ATOMIC_RELAXED);
+	__atomic_store_n(&receiver->notify_at_ns, at_ns, __ATOMIC_RELAXED);
 }
 
 int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out, int out_max,
@@ -212,8 +212,8 @@ int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out,
 	__atomic_store_n(&receiver->came_count, left, __ATOMIC_RELAXED);
 	receiver->gone_count = receiver->later_at = 0;
 	receiver->on_lanes = 0;
-	receiver->told = left > receiver->later_count || (left && receiver->is_call_next);
-	receiver->is_call_next = receiver->told && receiver->is_call_next;
+	receiver->is_notified = left > receiver->later_count || (left && receiver->is_call_next);
+	receiver->is_call_next = receiver->is_notified && receiver->is_call_next;
 	set_time(receiver, 0);
 	*state = (struct tk_receiver_state){
 		.wanted_pages = receiver->wanted_pages,
@@ -245,38 +245,38 @@ int tk_shelf_waiting(struct tk_shelf *shelf, uint64_t *tags, int tags_max)
 /* --- the progress thread */
 
 /* Under the lock. */
-void tell_of_puts(struct tk_receiver *receiver)
+void notify_puts(struct tk_receiver *receiver)
 {
 	set_time(receiver, 0);
-	if (receiver->told)
+	if (receiver->is_notified)
 		return;
-	receiver->told = 1;
-	receiver->told_ns = tk_now_ns();
-	report(receiver->fabric, TK_CAME, receiver->setup.tag, 0, 0, receiver->told_ns);
+	receiver->is_notified = 1;
+	receiver->reported_ns = tk_now_ns();
+	report(receiver->fabric, TK_CAME, receiver->setup.tag, 0, 0, receiver->reported_ns);
 }
 
 /* Under the lock. The application is not woken for each block: that would take the core from the network, and many
  * blocks cost the application little more than one. After a quiet time a block whose peer waits for more than `landed`
  * is reported at once. */
-void tell_of_came(struct tk_receiver *receiver, const struct tk_came *came)
+void notify_arrival(struct tk_receiver *receiver, const struct tk_came *came)
 {
-	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + TOLD_NS;
+	uint64_t now_ns = tk_now_ns(), at_ns = now_ns + REPORT_NS;
 	if (came->durability > receiver->setup.landed_code || came->is_stored)
-		at_ns = receiver->told_ns + TOLD_AWAITED_NS;
+		at_ns = receiver->reported_ns + REPORT_AWAITED_NS;
 	uint32_t count = receiver->came_count - receiver->gone_count - receiver->later_count;
-	if (at_ns <= now_ns || count >= TOLD_COUNT || receiver->rooms_count <= count + receiver->on_lanes)
-		tell_of_puts(receiver);
-	else if (!receiver->told && (!receiver->tell_at_ns || at_ns < receiver->tell_at_ns))
+	if (at_ns <= now_ns || count >= REPORT_COUNT || receiver->rooms_count <= count + receiver->on_lanes)
+		notify_puts(receiver);
+	else if (!receiver->is_notified && (!receiver->notify_at_ns || at_ns < receiver->notify_at_ns))
 		set_time(receiver, at_ns);
 }
 
 /* Under the lock. A lane has or will have the block, and reports it; the application only has to provide rooms in
  * time. */
-void tell_of_lane(struct tk_receiver *receiver)
+void notify_lane(struct tk_receiver *receiver)
 {
 	receiver->on_lanes++;
 	if (receiver->rooms_count <= receiver->on_lanes)
-		tell_of_puts(receiver);
+		notify_puts(receiver);
 }
 
 /* Under the lock. */
@@ -298,16 +298,16 @@ void break_off(struct tk_receiver *receiver, int status)
 	if (receiver->reading.is_open)
 		give_room_back(receiver);
 	receiver->reading.is_open = 0;
-	tell_of_puts(receiver);
+	notify_puts(receiver);
 	pthread_mutex_unlock(&receiver->lock);
 }
 
-static void tell_in_time(struct tk_fabric *fabric, struct tk_receiver *receiver)
+static void notify_if_due(struct tk_fabric *fabric, struct tk_receiver *receiver)
 {
 	pthread_mutex_lock(&receiver->lock);
-	uint64_t at_ns = receiver->tell_at_ns;
+	uint64_t at_ns = receiver->notify_at_ns;
 	if (at_ns && fabric->now_ns >= at_ns)
-		tell_of_puts(receiver);
+		notify_puts(receiver);
 	else if (at_ns && at_ns < fabric->next_deadline_ns)
 		fabric->next_deadline_ns = at_ns; /* the thread sleeps no longer than that */
 	pthread_mutex_unlock(&receiver->lock);
@@ -325,22 +325,22 @@ int poll_receivers(struct tk_fabric *fabric)
 			hand_over_later(receiver);
 		if (receiver->queue_count || receiver->reading.is_open)
 			busy |= take_puts(receiver, &budget);
-		if (__atomic_load_n(&receiver->tell_at_ns, __ATOMIC_RELAXED))
-			tell_in_time(fabric, receiver);
+		if (__atomic_load_n(&receiver->notify_at_ns, __ATOMIC_RELAXED))
+			notify_if_due(fabric, receiver);
 	}
 	return busy;
 }
 
 /* The application is about to get a call: it must first get all blocks that arrived before it. */
-void receivers_tell(struct tk_fabric *fabric)
+void receivers_notify(struct tk_fabric *fabric)
 {
 	for (struct tk_receiver *receiver = fabric->receivers; receiver; receiver = receiver->next) {
-		if (!__atomic_load_n(&receiver->tell_at_ns, __ATOMIC_RELAXED) &&
+		if (!__atomic_load_n(&receiver->notify_at_ns, __ATOMIC_RELAXED) &&
 		    !__atomic_load_n(&receiver->later_count, __ATOMIC_RELAXED))
 			continue;
 		pthread_mutex_lock(&receiver->lock);
 		receiver->is_call_next = 1;
-		tell_of_puts(receiver);
+		notify_puts(receiver);
 		pthread_mutex_unlock(&receiver->lock);
 	}
 }

@@ -100,13 +100,13 @@ class Receiver:
         owner: bytes,
         acks: tuple[int, int, int],
         codes: tuple[int, int, int, int, int],
-        told: tuple[int, int] = (0, 0),
+        remote: tuple[int, int] = (0, 0),
         shared: bytes = b"",
         unsaid_code: int = 0,
     ) -> None:
         """`area` is in our own memory. `acks` are base, key and number of the client's words; `codes` are their codes.
 
-        These are: landed; other bytes arrived than were sent; another block has the key; expired; written. `told` is
+        These are: landed; other bytes arrived than were sent; another block has the key; expired; written. `remote` is
         address and key by which the client names the flags; needed if the endpoint is sealed. `shared` is the client's
         name for its owner's own domain; a put that names no domain gets the word `unsaid_code`, unless that is 0.
         """
@@ -114,7 +114,7 @@ class Receiver:
         setup.endpoint, setup.tag, setup.peer = endpoint.handle, tag, peer
         setup.flags, setup.slots, setup.slot_bytes = area.flags, area.slots, area.slot_bytes
         setup.first_generation, setup.slots_count = area.first_generation, area.slots_count
-        setup.told_flags, setup.told_key = told
+        setup.remote_flags, setup.remote_key = remote
         setup.length_max = length_max
         setup.ack_base, setup.ack_key, setup.ack_words = acks
         setup.landed_code, setup.differs_code, setup.taken_code, setup.expired_code, setup.written_code = (

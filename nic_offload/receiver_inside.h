@@ -58,18 +58,18 @@ struct tk_receiver {
 	uint32_t wanted_pages, starved;
 	uint32_t differed, taken, expired, unsaid;
 	int broken;
-	int told;	     /* reported: there is something to take */
-	uint64_t told_ns;    /* when it was last reported */
-	uint64_t tell_at_ns; /* when to report it; atomic, because it is read without the lock; 0: nothing to report */
+	int is_notified;	     /* reported: there is something to take */
+	uint64_t reported_ns;    /* when it was last reported */
+	uint64_t notify_at_ns; /* when to report it; atomic, because it is read without the lock; 0: nothing to report */
 };
 
 /* receiver.c */
 void await_put(struct tk_receiver *receiver, uint32_t slot, uint64_t generation);
 void count_later(struct tk_receiver *receiver, int change); /* under the lock */
 void remove_gone(struct tk_receiver *receiver); /* under the lock */
-void tell_of_puts(struct tk_receiver *receiver); /* under the lock */
-void tell_of_came(struct tk_receiver *receiver, const struct tk_came *came); /* under the lock */
-void tell_of_lane(struct tk_receiver *receiver); /* a block that a lane writes now; under the lock */
+void notify_puts(struct tk_receiver *receiver); /* under the lock */
+void notify_arrival(struct tk_receiver *receiver, const struct tk_came *came); /* under the lock */
+void notify_lane(struct tk_receiver *receiver); /* a block that a lane writes now; under the lock */
 int give_room_back(struct tk_receiver *receiver); /* under the lock */
 void break_off(struct tk_receiver *receiver, int status);
 

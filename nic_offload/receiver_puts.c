@@ -71,8 +71,8 @@ static int take_room(struct tk_receiver *receiver, uint32_t pages, struct tk_roo
 			(--receiver->rooms_count - best) * sizeof *out);
 	} else if (!receiver->starved || is_new) { /* reported once: the application feeds it as soon as it can */
 		receiver->starved = 1;
-		receiver->told = 0;
-		tell_of_puts(receiver);
+		receiver->is_notified = 0;
+		notify_puts(receiver);
 	}
 	pthread_mutex_unlock(&receiver->lock);
 	return best != UINT32_MAX;
@@ -100,7 +100,7 @@ static int begin(struct tk_receiver *receiver)
 		.is_open = 1, .slot = slot, .room = room, .head = head, .began_ns = tk_now_ns()};
 	char *metadata = (char *)room.address + TK_HEAD_PAGE - sizeof head - head.metadata_bytes;
 	memcpy(metadata, there - sizeof head - head.metadata_bytes, head.metadata_bytes);
-	struct spot flag = word_spot(receiver->setup.told_flags, receiver->setup.told_key, slot);
+	struct spot flag = word_spot(receiver->setup.remote_flags, receiver->setup.remote_key, slot);
 	if (!believes_head(receiver->endpoint, flag, metadata, &head) || sum_of_head(&head, metadata) != head.head_crc32c)
 		return -1;
 	receiver->queue_first = (receiver->queue_first + 1) % receiver->setup.slots_count;
@@ -245,7 +245,7 @@ void hand_over_later(struct tk_receiver *receiver)
 			came->under_way = GONE;
 			receiver->gone_count++;
 		} else {
-			tell_of_came(receiver, came);
+			notify_arrival(receiver, came);
 		}
 	}
 	if (receiver->gone_count > receiver->came_count / 2)
@@ -295,9 +295,9 @@ static int settle(struct tk_receiver *receiver)
 		reading->id = came.id;
 		__atomic_add_fetch(&receiver->shelf->came, 1, __ATOMIC_RELEASE);
 		if (came.under_way)
-			tell_of_lane(receiver);
+			notify_lane(receiver);
 		else
-			tell_of_came(receiver, &came);
+			notify_arrival(receiver, &came);
 	} else {
 		status = give_room_back(receiver);
 		receiver->differed += !status && reading->code == receiver->setup.differs_code;
@@ -313,7 +313,7 @@ static int settle(struct tk_receiver *receiver)
 }
 
 /* Acknowledges the put. A peer that is gone, or gave an invalid word, gets no word. The lane waits for this one. */
-static int tell_peer(struct tk_receiver *receiver)
+static int acknowledge(struct tk_receiver *receiver)
 {
 	const struct tk_put_head *head = &receiver->reading.head;
 	uint64_t word = head->ack_generation << ACK_CODE_BITS | receiver->reading.code;
@@ -337,7 +337,7 @@ static int answer(struct tk_receiver *receiver)
 {
 	struct reading *reading = &receiver->reading;
 	await_put(receiver, reading->slot, reading->head.generation + 1);
-	if (reading->code && !tell_peer(receiver))
+	if (reading->code && !acknowledge(receiver))
 		return 0;
 	over(reading);
 	receiver->fabric->statistics.landed++;

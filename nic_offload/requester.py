@@ -335,14 +335,14 @@ class KvRequester:
         waiting = self._waiting[user]
         fetch = waiting.fetch
         assert fetch is not None
-        self._tell(number, fetch, ending)
+        self._report(number, fetch, ending)
         if not fetch.requests:
             waiting.fetch = None
             for ticket in fetch.tickets:
                 self._fetcher.cancel(ticket)
         self._settle(user)
 
-    def _tell(self, number: int, fetch: _Fetch, ending: Ending) -> None:
+    def _report(self, number: int, fetch: _Fetch, ending: Ending) -> None:
         fetch.urgent -= fetch.requests.pop(number)
         self._ended.append(Ended(number, self._requests.pop(number), ending))
         counts = self._counts
@@ -358,7 +358,7 @@ class KvRequester:
         if fetch is not None and not fetch.queued and not fetch.asked:
             ending = Ending.PARTIAL if fetch.failed or fetch.missing else Ending.COMPLETE
             for number in tuple(fetch.requests):
-                self._tell(number, fetch, ending)
+                self._report(number, fetch, ending)
             waiting.fetch = None
         self._line_up(user)
         if waiting.fetch is None and not waiting.bytes_in_flight:

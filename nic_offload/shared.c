@@ -24,7 +24,7 @@
 #include <string.h>
 
 struct shared_block {
-	struct shared_row *told; /* the node's row for this block; NULL: the answer to the call has its location */
+	struct shared_row *row; /* the node's row for this block; NULL: the answer to the call has its location */
 	uint64_t until_ns;	 /* the node keeps its bytes until then */
 	struct work *watch; /* for the word that ends it in another way; NULL: it is over */
 	struct block_copy copy;
@@ -71,7 +71,7 @@ void shared_fetch_free(struct shared_fetch *fetch)
 {
 	for (uint32_t i = 0; fetch && i < fetch->blocks; i++)
 		if (fetch->block[i].copy.pieces)
-			pieces_let_go(fetch->block[i].copy.pieces);
+			pieces_release(fetch->block[i].copy.pieces);
 	free(fetch);
 }
 
@@ -93,10 +93,10 @@ void shared_asked(struct shared_fetch *fetch, uint32_t place)
 /* The block's memory on the node is no longer needed. */
 static void done_with(struct shared_block *block, struct work *watch)
 {
-	if (!block->told)
+	if (!block->row)
 		return;
-	tk_word_store(&block->told->read, watch->ack.generation);
-	block->told = NULL;
+	tk_word_store(&block->row->read, watch->ack.generation);
+	block->row = NULL;
 	ring_later(watch->ack.endpoint->fabric, watch->ack.endpoint);
 }
 
@@ -152,7 +152,7 @@ static void begin_copy(struct tk_fabric *fabric, struct work *watch)
 }
 
 /* Reads the row once: the node can still write there. */
-int shared_told(struct tk_fabric *fabric, struct work *watch)
+int shared_located(struct tk_fabric *fabric, struct work *watch)
 {
 	struct shared_fetch *fetch = watch->fetch;
 	if (!fetch || watch->fetch_row >= fetch->blocks || !fetch->shared->rows)
@@ -166,7 +166,7 @@ int shared_told(struct tk_fabric *fabric, struct work *watch)
 	block->copy.from = (const char *)(uintptr_t)fetch->shared->address + row.offset;
 	block->crc32c = row.crc32c;
 	block->until_ns = row.until_ns;
-	block->told = there;
+	block->row = there;
 	begin_copy(fabric, watch);
 	return 1;
 }
@@ -218,7 +218,7 @@ static uint32_t code_of(struct shared_fetch *fetch, const struct shared_block *b
 {
 	const struct tk_shared *shared = fetch->shared;
 	uint64_t now_ns = tk_now_ns();
-	if (block->told ? now_ns > block->until_ns : now_ns - fetch->asked_ns > shared->hold_ns / 2)
+	if (block->row ? now_ns > block->until_ns : now_ns - fetch->asked_ns > shared->hold_ns / 2)
 		return shared->late_code;
 	int is_good = block->copy.crc32c == block->crc32c;
 	caller_shared(fetch->caller, is_good);

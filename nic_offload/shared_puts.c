@@ -19,9 +19,9 @@
 #include <errno.h>
 #include <unistd.h>
 
-int tk_fabric_hear(struct tk_fabric *fabric, int doorbell, int is_pipe)
+int tk_fabric_listen(struct tk_fabric *fabric, int doorbell, int is_pipe)
 {
-	return is_pipe ? rest_hear(fabric, doorbell) : rest_hear_writes(fabric, doorbell);
+	return is_pipe ? rest_listen(fabric, doorbell) : rest_listen_writes(fabric, doorbell);
 }
 
 static int ignore(struct tk_fabric *fabric, void *doorbell)

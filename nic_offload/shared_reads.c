@@ -43,7 +43,7 @@ int may_share(const struct work *work)
 	return at >= reads->memory && at - reads->memory < reads->bytes && row_of(work);
 }
 
-int tell_where(struct tk_fabric *fabric, struct work *work)
+int send_location(struct tk_fabric *fabric, struct work *work)
 {
 	const struct tk_operation *op = &work->op;
 	struct shared_row *row = row_of(work);
@@ -58,7 +58,7 @@ int tell_where(struct tk_fabric *fabric, struct work *work)
 	return status;
 }
 
-void was_told(struct tk_fabric *fabric, struct work *work)
+void await_copy(struct tk_fabric *fabric, struct work *work)
 {
 	work->state = WORK_SHARED;
 	queue_push(&fabric->shared, work);

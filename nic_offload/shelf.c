@@ -84,7 +84,7 @@ void shelf_unlist(struct tk_shelf *shelf, struct shelved *block)
 }
 
 /* The block is no longer being sent. */
-void shelf_let_go(struct tk_shelf *shelf, struct shelved *block)
+void shelf_release(struct tk_shelf *shelf, struct shelved *block)
 {
 	block->sending--;
 	forget_if_idle(shelf, block);

@@ -23,7 +23,7 @@ struct served {
 	struct served *next;
 	uint32_t left;
 	int has_unsent; /* blocks that the application has to send */
-	struct tk_served told;
+	struct tk_served head;
 	uint64_t rest[]; /* ids, then metadata, then rows of cold blocks */
 };
 
@@ -56,8 +56,8 @@ struct cold {
 	uint32_t rooms_count, rooms_capacity;
 	uint32_t wanted_pages;
 	uint64_t bytes, bytes_of[COLD_SHARES]; /* being read: in total, and by owner */
-	int told;   /* reported: there is something to take */
-	int is_due; /* it will be reported at the fabric's `cold_tell_ns` */
+	int is_notified;   /* reported: there is something to take */
+	int is_due; /* it will be reported at the fabric's `cold_notify_ns` */
 };
 
 struct tk_shelf {
@@ -89,7 +89,7 @@ struct tk_shelf {
 int shelf_list(struct tk_shelf *shelf, const struct tk_shelved *block);
 struct shelved *shelf_find(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key);
 void shelf_unlist(struct tk_shelf *shelf, struct shelved *block);
-void shelf_let_go(struct tk_shelf *shelf, struct shelved *block);
+void shelf_release(struct tk_shelf *shelf, struct shelved *block);
 
 /* directory.c */
 void directory_list(struct tk_shelf *shelf, struct shelved *block);

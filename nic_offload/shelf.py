@@ -132,7 +132,7 @@ class Shelf:
             raise FabricError.from_code("Opening a shelf", code)
         self._fabric = fabric
         self.handle: Any = out[0]
-        self._told = ffi.new("char[]", _SERVED_BYTES)
+        self._served = ffi.new("char[]", _SERVED_BYTES)
         self.has_more = False  # for `served`
         self.arrivals: Any = ffi.new("struct tk_came[]", _ARRIVALS_AT_ONCE)  # taken from any one receiver
 
@@ -285,11 +285,11 @@ class Shelf:
         """
         begins, count = True, 1
         while not self._fabric.closed:
-            count = lib.tk_served_take(self.handle, self._told, _SERVED_BYTES, begins)
+            count = lib.tk_served_take(self.handle, self._served, _SERVED_BYTES, begins)
             if count <= 0:
                 break
             begins = False
-            yield from _served_in(bytes(ffi.buffer(self._told, count)))
+            yield from _served_in(bytes(ffi.buffer(self._served, count)))
         self.has_more = count < 0
 
 

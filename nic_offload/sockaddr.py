@@ -49,7 +49,7 @@ class SocketAddress(NamedTuple):
         return _IPV6.pack(socket.AF_INET6, port, 0, ip, 0)
 
     @property
-    def told(self) -> bytes:
+    def encoded(self) -> bytes:
         """The bytes given to peers, for any fabric."""
         return self.packed(4 if self.ip.version == 4 else 6)  # noqa: PLR2004
 

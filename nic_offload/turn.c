@@ -62,7 +62,7 @@ void turn_use(struct turn *turn)
 	__atomic_add_fetch(&turn->users, 1, __ATOMIC_RELAXED);
 }
 
-void turn_let_go(struct turn *turn)
+void turn_release(struct turn *turn)
 {
 	if (__atomic_sub_fetch(&turn->users, 1, __ATOMIC_ACQ_REL))
 		return;

@@ -11,7 +11,7 @@ struct turn;
 
 struct turn *turn_open(struct tk_fabric *fabric);
 void turn_use(struct turn *turn);
-void turn_let_go(struct turn *turn); /* frees it with its last user */
+void turn_release(struct turn *turn); /* frees it with its last user */
 
 /* On the progress thread. */
 void turn_end(struct turn *turn);    /* no more rounds: from now on no caller gets the turn */

@@ -88,7 +88,7 @@ int poll_acks(struct tk_fabric *fabric)
 			continue;
 		}
 		work->code = code;
-		if (code == BLOCK_WHERE && shared_told(fabric, work)) {
+		if (code == BLOCK_WHERE && shared_located(fabric, work)) {
 			i--;
 			busy = 1;
 			continue;

@@ -224,12 +224,12 @@ void disown(struct tk_fabric *fabric, struct work *work)
 		unpair(work);
 		shared_over(work);
 		if (work->ack.group)
-			group_let_go(work->ack.group);
+			group_release(work->ack.group);
 	}
 	if (work->kind != WORK_OPERATION)
 		return;
 	if (work->op.group)
-		group_let_go(work->op.group);
+		group_release(work->op.group);
 	if (work->shelved)
 		over_at_desk(work, work->failed);
 	if (work->batch)
@@ -241,7 +241,7 @@ void disown(struct tk_fabric *fabric, struct work *work)
 	if (work->op.region)
 		stop_using(&work->op.region->uses);
 	if (work->op.pieces)
-		pieces_let_go(work->op.pieces);
+		pieces_release(work->op.pieces);
 	if (work->op.trigger)
 		stop_using(&work->op.trigger->uses);
 	if (work->op.completion)
@@ -328,7 +328,7 @@ void landed(struct tk_fabric *fabric, struct work *work)
 {
 	uint64_t value = work->landing.desk ? work->landing.generation : work->crc;
 	if (work->landing.desk)
-		receivers_tell(fabric);
+		receivers_notify(fabric);
 	report(fabric, TK_LANDED, work->landing.tag, value, 0, work->fired_ns);
 	release(fabric, work);
 }

@@ -27,7 +27,7 @@ from sim.presets import PRESETS, preset
 from sim.replay.change import Change, Changed, change
 from sim.replay.cluster_hardware import PATHS, Cluster, read_cluster
 from sim.replay.least_cost import WAYS, Plan, best, highest_users, make_plan, trial
-from sim.replay.loss import Losses, Told, lose
+from sim.replay.loss import Losses, LossReport, lose
 from sim.replay.plan import Demand
 from sim.replay.prefill_times import read_timings
 from sim.replay.report import as_document
@@ -52,6 +52,7 @@ __all__ = [
     "Chats",
     "Cluster",
     "Demand",
+    "LossReport",
     "Losses",
     "Model",
     "OutOfRange",
@@ -60,7 +61,6 @@ __all__ = [
     "Result",
     "Setting",
     "Terms",
-    "Told",
     "best",
     "change",
     "changed",

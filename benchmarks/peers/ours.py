@@ -178,16 +178,16 @@ class _Ours:
             ]
             cpu_ns = _cpu_ns()
             if int(cadence_us):
-                stored_ns, told_ns = self._stored_elsewhere(flags.path, puts, int(cadence_us))
+                stored_ns, reported_ns = self._stored_elsewhere(flags.path, puts, int(cadence_us))
             else:
-                stored_ns, told_ns = [], []
+                stored_ns, reported_ns = [], []
                 for i, one in enumerate(puts):
                     stored_ns.append(time.monotonic_ns())
                     flags[0].store(i + 1)
                     _told(one)
-                    told_ns.append(time.monotonic_ns())
-        calls_ns = [told - stored for stored, told in zip(stored_ns, told_ns, strict=True)]
-        return " ".join(map(str, (stored_ns[0], told_ns[-1], _cpu_ns() - cpu_ns, *calls_ns)))
+                    reported_ns.append(time.monotonic_ns())
+        calls_ns = [told - stored for stored, told in zip(stored_ns, reported_ns, strict=True)]
+        return " ".join(map(str, (stored_ns[0], reported_ns[-1], _cpu_ns() - cpu_ns, *calls_ns)))
 
     @staticmethod
     def _stored_elsewhere(
@@ -202,11 +202,11 @@ class _Ours:
             assert other.stdout is not None
             other.stdin.write("\n")
             other.stdin.flush()
-            told_ns = []
+            reported_ns = []
             for one in puts:
                 _told(one)
-                told_ns.append(time.monotonic_ns())
-            return [int(word) for word in other.stdout.readline().split()], told_ns
+                reported_ns.append(time.monotonic_ns())
+            return [int(word) for word in other.stdout.readline().split()], reported_ns
 
     def check(self, name: str) -> str:
         """Count the blocks that are stored, compared byte for byte."""

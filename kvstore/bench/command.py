@@ -55,8 +55,8 @@ def run(parts: Sequence[str], data: Path, *, as_json: bool) -> int:
         raise ConfigError(f"{data} is not a folder; name one on the drive to measure.")
     writable_folder(data)
     machine = _machine()
-    with bars() as tell:
-        samples = measure(list(dict.fromkeys(parts)) or list(PARTS), data, tell)
+    with bars() as progress:
+        samples = measure(list(dict.fromkeys(parts)) or list(PARTS), data, progress)
     if as_json:
         say(json.dumps({"machine": machine, "samples": [asdict(sample) for sample in samples]}, indent=2))
     else:

@@ -36,7 +36,7 @@ from nic_offload.memory import address_of, allocate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from kvcli.progress import Told
+    from kvcli.progress import Progress
 
     Job = Callable[[], int]  # nanoseconds
 
@@ -82,11 +82,11 @@ class _Jobs:
     def add(self, part: str, what: str, size_bytes: int, count: int, job: Job) -> None:
         self._jobs[part, what, size_bytes, count] = job
 
-    def run(self, tell: Told) -> Iterator[Sample]:
+    def run(self, progress: Progress) -> Iterator[Sample]:
         times: dict[tuple[str, str, int, int], list[int]] = {name: [] for name in self._jobs}
         for turn in range(_ROUNDS + 1):
             for at, (name, job) in enumerate(self._jobs.items(), turn * len(self._jobs)):
-                tell(f"measuring {name[0]}", at, (_ROUNDS + 1) * len(self._jobs))
+                progress(f"measuring {name[0]}", at, (_ROUNDS + 1) * len(self._jobs))
                 took_ns = job()
                 if turn:  # the first is a warm-up
                     times[name].append(took_ns)
@@ -105,7 +105,7 @@ def _many(size_bytes: int) -> int:
     return min(_BLOCKS_MAX, _TOTAL // size_bytes)
 
 
-def _memory(_: Path, tell: Told) -> Iterator[Sample]:
+def _memory(_: Path, progress: Progress) -> Iterator[Sample]:
     jobs = _Jobs()
     with allocate(_MEMORY_SIZES[-1]) as source, allocate(_MEMORY_SIZES[-1]) as target:
         begin, into = address_of(source), address_of(target)
@@ -118,10 +118,10 @@ def _memory(_: Path, tell: Told) -> Iterator[Sample]:
 
         for size_bytes in _MEMORY_SIZES:
             jobs.add("memory", "copy", size_bytes, 1, lambda size_bytes=size_bytes: copy(size_bytes))  # type: ignore[misc]
-        yield from jobs.run(tell)
+        yield from jobs.run(progress)
 
 
-def _link(_: Path, tell: Told) -> Iterator[Sample]:
+def _link(_: Path, progress: Progress) -> Iterator[Sample]:
     provider = load().best_provider()
     for size_bytes in _LINK_SIZES:
         for count in (1, _many(size_bytes)):
@@ -132,10 +132,10 @@ def _link(_: Path, tell: Told) -> Iterator[Sample]:
                 if size_bytes == _LINK_SIZES[0] and count == 1:
                     fired = partial(fabric.nanoseconds, fired=True)
                     jobs.add("link", "untriggered", size_bytes, count, _often(fired, repeats))
-                yield from jobs.run(tell)
+                yield from jobs.run(progress)
 
 
-def _drive(folder: Path, tell: Told) -> Iterator[Sample]:
+def _drive(folder: Path, progress: Progress) -> Iterator[Sample]:
     jobs = _Jobs()
     with BareDrive(folder, _DRIVE_BYTES) as drive:
         for kind in (DiskOpKind.WRITE, DiskOpKind.READ):
@@ -143,10 +143,10 @@ def _drive(folder: Path, tell: Told) -> Iterator[Sample]:
                 for depth in _DRIVE_DEPTHS:
                     operation = partial(drive.operation_ns, kind, size_bytes, depth)
                     jobs.add("drive", kind.name.lower(), size_bytes, depth, operation)
-        yield from jobs.run(tell)
+        yield from jobs.run(progress)
 
 
-def _blocks(part: str, folder: Path, size_bytes: int, tell: Told) -> Iterator[Sample]:
+def _blocks(part: str, folder: Path, size_bytes: int, progress: Progress) -> Iterator[Sample]:
     """Put, then get the same blocks, one and many; in turns with the bare link and drive."""
     jobs = _Jobs()
     home = folder / f"{part}-{size_bytes}"
@@ -179,26 +179,26 @@ def _blocks(part: str, folder: Path, size_bytes: int, tell: Told) -> Iterator[Sa
             for depth in _BESIDE_DEPTHS:
                 operation = partial(drive.operation_ns, kind, size_bytes, depth)
                 jobs.add(part, f"bare {kind.name.lower()}", size_bytes, depth, operation)
-        yield from jobs.run(tell)
+        yield from jobs.run(progress)
 
 
-def _node(folder: Path, tell: Told) -> Iterator[Sample]:
+def _node(folder: Path, progress: Progress) -> Iterator[Sample]:
     for size_bytes in _NODE_SIZES:
-        yield from _blocks("node", folder, size_bytes, tell)
+        yield from _blocks("node", folder, size_bytes, progress)
 
 
-def _path(folder: Path, tell: Told) -> Iterator[Sample]:
+def _path(folder: Path, progress: Progress) -> Iterator[Sample]:
     for size_bytes in _PATH_SIZES:
-        yield from _blocks("path", folder, size_bytes, tell)
+        yield from _blocks("path", folder, size_bytes, progress)
 
 
 PARTS = {"memory": _memory, "link": _link, "drive": _drive, "node": _node, "path": _path}
 
 
-def measure(parts: list[str], data: Path, tell: Told) -> list[Sample]:
+def measure(parts: list[str], data: Path, progress: Progress) -> list[Sample]:
     """Measure these parts, in a folder of their own beside `data`'s files, which is removed."""
     found: list[Sample] = []
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=data) as folder:
         for part in parts:
-            found += PARTS[part](Path(folder).resolve(), tell)
+            found += PARTS[part](Path(folder).resolve(), progress)
     return found

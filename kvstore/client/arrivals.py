@@ -47,7 +47,7 @@ from kvstore.limits import (
     REPORTS_SLICE_MS,
     SESSIONS_FOLLOWED_MAX,
     SESSIONS_LISTED_MAX,
-    TRANSFERS_TOLD_MAX,
+    TRANSFERS_WAITING_MAX,
 )
 from kvstore.miss import Miss, MissReason
 from kvstore.steps import Step
@@ -79,7 +79,7 @@ _NS_PER_MS = 1_000_000
 _LOOK_S = REPORTS_SLICE_MS / 1000
 
 
-class _Told(NamedTuple):
+class _StoreChange(NamedTuple):
     """A transfer, for the catalogue; without a key, something of the user was deleted."""
 
     user: str
@@ -207,7 +207,7 @@ class Arrivals(Handle):
         self._reasons: dict[User, _Reason] = {}
         self._running: dict[User, set[int]] = {}  # the requester's requests that have not ended
         self._closed = False
-        self._told: deque[_Told] = deque(maxlen=TRANSFERS_TOLD_MAX)
+        self._changes: deque[_StoreChange] = deque(maxlen=TRANSFERS_WAITING_MAX)
         self._numbers = itertools.count(1)
 
     # --- reports to the catalogue, from any thread
@@ -229,15 +229,15 @@ class Arrivals(Handle):
 
     def stored(self, user: str, key: bytes, length: int) -> None:
         """A put was acknowledged."""
-        self._told.append(_Told(user, key, length, next(self._numbers)))
+        self._changes.append(_StoreChange(user, key, length, next(self._numbers)))
 
     def dropped(self, user: str, key: bytes) -> None:
         """A block is gone: deleted, evicted, or broken."""
-        self._told.append(_Told(user, key, 0, next(self._numbers)))
+        self._changes.append(_StoreChange(user, key, 0, next(self._numbers)))
 
     def forgotten(self, user: str) -> None:
         """Something of the user was deleted; the rest is looked up at their next request."""
-        self._told.append(_Told(user, b"", 0, next(self._numbers)))
+        self._changes.append(_StoreChange(user, b"", 0, next(self._numbers)))
 
     def known(self, user: str) -> tuple[Extent, ...]:
         """Where the user's KV is stored, as far as this process knows.
@@ -492,20 +492,20 @@ class Arrivals(Handle):
         """Process the reports that arrived since, in order; then request more."""
         with suppress(IndexError):
             while True:
-                self._tell(self._told.popleft())
+                self._apply(self._changes.popleft())
         with suppress(IndexError):
             while True:
                 self._finished(self._fetcher.reports.popleft())
         self._pump()
 
-    def _tell(self, told: _Told) -> None:
-        owner = User(self._tenant, told.user)
-        if not told.key:
+    def _apply(self, change: _StoreChange) -> None:
+        owner = User(self._tenant, change.user)
+        if not change.key:
             self._requester.forget(owner)
-        elif told.length:
-            self._requester.stored(owner, self._extent(told.user, told.key, told.length, told.number))
+        elif change.length:
+            self._requester.stored(owner, self._extent(change.user, change.key, change.length, change.number))
         else:
-            self._requester.dropped(owner, told.key, told.number)
+            self._requester.dropped(owner, change.key, change.number)
 
     def _finished(self, report: Report) -> None:
         finished = self._requester.finished(report.ticket, missing=report.missing, failed=report.failed)

@@ -169,9 +169,11 @@ class BlockCalls:
 
     def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
         """As `Client.delete`."""
-        return self.delete_told(keys, durability=durability).found
+        return self.delete_detailed(keys, durability=durability).found
 
-    def delete_told(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> Deleted:
+    def delete_detailed(
+        self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN
+    ) -> Deleted:
         """Like `Client.delete`; also returns what the node reports of itself."""
         found: list[bool] = []
         digests, nodes = set[int](), set[str]()

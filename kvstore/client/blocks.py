@@ -12,7 +12,7 @@ from kvstore.errors import InvalidArgument, KeyTaken, NotRegistered
 from kvstore.limits import BLOCK_BYTES_MAX, BLOCK_BYTES_MIN, KEY_BYTES, THRESHOLD_MAX
 from kvstore.names import UNSAID, check_domain_name, is_in_domain, layout_fingerprint
 from nic_offload.errors import shown
-from nic_offload.fabric import hold, let_go
+from nic_offload.fabric import hold, release
 from nic_offload.pieces import Pieces
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def hold_regions(blocks: Iterable[Block]) -> ExitStack:
     with ExitStack() as held:
         for region in regions_of(blocks):
             hold(region)
-            held.callback(let_go, region)
+            held.callback(release, region)
         return held.pop_all()
 
 

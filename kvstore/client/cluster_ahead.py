@@ -126,7 +126,7 @@ class PutPlaces:
         self._parts: list[_Part] = []
         self._waiting: dict[int, list[_Waiting]] = {}
         self._failed: dict[int, list[KvError]] = defaultdict(list)  # puts that are not armed any more
-        self._told: set[int] = set()  # blocks whose source the caller may have reused
+        self._reported: set[int] = set()  # blocks whose source the caller may have reused
         self._revision = -1
         for node, places, answer in parts:
             if not isinstance(answer, KvError):
@@ -206,13 +206,13 @@ class PutPlaces:
                         each[at].append(result)
             return each
 
-    def note_told(self, results: Sequence[PutResult]) -> None:
+    def note_results(self, results: Sequence[PutResult]) -> None:
         """Note the results that the caller gets: it may reuse the sources of blocks that have landed or failed."""
         with self.lock:
             if self._ahead is not None:
                 for at, result in enumerate(results):
                     if result.landed_ns or not _is_late(result):
-                        self._told.add(at)
+                        self._reported.add(at)
                         self._drop(at)
 
     def _look(self, ahead: Ahead | None = None) -> None:
@@ -235,7 +235,7 @@ class PutPlaces:
 
     def _again(self, part: _Part, number: int, failed: FailedPut, now_ns: int) -> _Waiting | None:
         """A put that has failed, if it is to be armed again."""
-        if part.places[number] in self._told:
+        if part.places[number] in self._reported:
             return None
         if failed.was_withdrawn:
             left = NodeUnavailable(
@@ -303,7 +303,7 @@ class PutPlaces:
                 number
                 for number, at in enumerate(part.places)
                 if number not in part.leaving
-                and at not in self._told
+                and at not in self._reported
                 and part.node not in ahead.owners(now, at)
             ]
             if numbers:
@@ -350,7 +350,7 @@ class PutPlaces:
 
     def _answered(self, at: int, one: _Waiting, answer: _Armed | KvError) -> None:
         one.is_arming = False
-        if isinstance(answer, _NOT_ARMED) and at not in self._told:
+        if isinstance(answer, _NOT_ARMED) and at not in self._reported:
             one.error, one.due_ns = answer, _CLOCK.monotonic_ns() + _AGAIN_NS
             return
         self._waiting[at].remove(one)

@@ -82,7 +82,7 @@ class ClusterPuts:
                     until_s = min(until_s, now_s() + CLUSTER_LAST_COPY_MS / 1000)
         with self._places.lock:
             told = self._now()
-            self._places.note_told(told)
+            self._places.note_results(told)
         return told
 
     def _now(self) -> list[PutResult]:

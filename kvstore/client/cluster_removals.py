@@ -68,7 +68,7 @@ class Removals:
         asked = 0  # which members were all asked, the last time
 
         def ask(client: Client) -> Deleted:
-            return client._blocks.delete_told(keys, durability=durability)  # noqa: SLF001 - of this package
+            return client._blocks.delete_detailed(keys, durability=durability)  # noqa: SLF001 - of this package
 
         while True:
             now = self._nodes.map

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Failures"]
 
-Told: TypeAlias = "Callable[[KvError | None], None]"
+OnError: TypeAlias = "Callable[[KvError | None], None]"
 
 
 class Failures:
@@ -32,13 +32,13 @@ class Failures:
         self._client = client
         self._link = link
         self._stub = stub
-        self._asking: dict[int, Told] = {}
+        self._asking: dict[int, OnError] = {}
 
-    def ask(self, generation: int, told: Told) -> None:
-        """Ask why a put failed; `told` is called, with the lock held, with the node's error or, if unknown, None."""
+    def ask(self, generation: int, then: OnError) -> None:
+        """Ask why a put failed; `then` is called, with the lock held, with the node's error or, if unknown, None."""
         if not self._asking:
             self._client.settle(self._call)
-        self._asking[generation] = told
+        self._asking[generation] = then
 
     def _call(self) -> None:
         asking, self._asking = self._asking, {}
@@ -51,7 +51,7 @@ class Failures:
             puts = () if answered.exception() is not None else answered.result().puts
             errors = {put.generation: error_named(put.name, put.sentence, 0) for put in puts}
             with self._client.lock:
-                for generation, told in asking.items():
-                    told(errors.get(generation))
+                for generation, then in asking.items():
+                    then(errors.get(generation))
 
         call.add_done_callback(check)

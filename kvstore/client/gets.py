@@ -26,7 +26,7 @@ from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.ack import AckCode, miss_of_code
 from kvstore.wire.fabric_call import AnswerCode, CallKind, FetchRow, rows_of_fetch, rows_of_parts
 from nic_offload.direct import BLOCKS_MAX
-from nic_offload.fabric import EventKind, hold, let_go, region_for
+from nic_offload.fabric import EventKind, hold, region_for, release
 from nic_offload.group import Group
 from nic_offload.trigger import AckWatch, watch_acks
 
@@ -116,7 +116,7 @@ def read_directly(
         )
     finally:
         for region in held:
-            let_go(region)
+            release(region)
 
 
 def _hold_regions(blocks: Sequence[Block]) -> list[Region]:
@@ -128,7 +128,7 @@ def _hold_regions(blocks: Sequence[Block]) -> list[Region]:
             held.append(region)
     except FabricError:
         for region in held:
-            let_go(region)
+            release(region)
         raise
     return held
 
@@ -172,7 +172,7 @@ class Get:
         try:
             self._words = link.take_words(len(blocks))
         except KvError:
-            self._let_go()
+            self._release()
             raise
         self._first_generation = link.take_generations(len(blocks))
         self.tag = client.next_tags()
@@ -180,7 +180,7 @@ class Get:
             self.group = Group(client.fabric, self.tag, len(blocks) + 1, is_awaited=is_awaited)
         except KvError:
             link.give_back_words(self._words)
-            self._let_go()
+            self._release()
             raise
         link.operations[self.tag] = self
 
@@ -345,7 +345,7 @@ class Get:
         self._miss_the_rest(Miss(MissReason.NODE_AWAY, str(error)))
         if self._lost is not None and self._is_taken():
             told, self._lost = self._lost, None
-            told(self._told(len(self._blocks)), error)
+            told(self._collect(len(self._blocks)), error)
         self._end_if_over()
 
     def _is_taken(self) -> bool:
@@ -381,7 +381,7 @@ class Get:
     def _outcome(self, i: int, code: int) -> Hit | Miss:
         return self._misses.get(i) or miss_of_code(code) or Hit(self._blocks[i].key)
 
-    def _told(self, first: int) -> list[Hit | Miss]:
+    def _collect(self, first: int) -> list[Hit | Miss]:
         codes = self.group.codes(first)
         if not self._misses and codes.count(_SERVED) + codes.count(_SCATTERED) == first:
             return [Hit(block.key) for block in self._blocks[:first]]
@@ -390,13 +390,13 @@ class Get:
     def _end_if_over(self) -> None:
         if self._outcomes is not None or self.group.open_rows:
             return
-        self._outcomes = self._told(len(self._blocks))
+        self._outcomes = self._collect(len(self._blocks))
         self._link.operations.pop(self.tag, None)
         self._link.give_back_words(self._words)
         if self._call is not None and self._taken is not None and self._is_taken():
             self._taken(self.group.row(len(self._blocks)).over_ns)
         if self._link.is_sure:
-            self._let_go()
+            self._release()
         if self._cancelling and self._lost is not None and self._is_taken():
             told, self._lost = self._lost, None
             if any(isinstance(one, Miss) and one.reason is MissReason.NODE_AWAY for one in self._outcomes):
@@ -404,10 +404,10 @@ class Get:
         if self._ended is not None:
             self._ended(self._outcomes)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         held, self._held = self._held, []
         for region in held:
-            let_go(region)
+            release(region)
 
     def wait(self, first: int | None = None) -> list[Hit | Miss]:
         """Wait for the first `count` blocks, or for all.
@@ -419,4 +419,4 @@ class Get:
             pass
         with self._client.lock:
             self._end_if_over()
-            return self._told(wanted) if self._outcomes is None else self._outcomes[:wanted]
+            return self._collect(wanted) if self._outcomes is None else self._outcomes[:wanted]

@@ -99,7 +99,7 @@ class GrpcPuts(ArmedPuts):
             )
         except KvError:
             del self._link.operations[self._tag]
-            self._let_go()
+            self._release()
             raise
 
     def _named(self, number: int, key: bytes) -> None:
@@ -206,8 +206,8 @@ class GrpcPuts(ArmedPuts):
                     self._group.end(i)
             self._end_if_over()
 
-    def _let_go(self) -> None:
-        super()._let_go()
+    def _release(self) -> None:
+        super()._release()
         self._moved.close()
         self._held.close()
 

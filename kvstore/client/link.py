@@ -282,7 +282,7 @@ class Link:
         slots = self.mapped.slots
         if slots is None:
             return None
-        self._fabric.hear(slots.own_doorbell, is_pipe=True)
+        self._fabric.listen(slots.own_doorbell, is_pipe=True)
         flags = address_of(slots.memory)
         return SharedArea(
             flags, flags + puts.slots - puts.flags, flags + slots.words_offset, slots.node_doorbell

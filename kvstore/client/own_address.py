@@ -97,7 +97,7 @@ class OwnSide:
         if ip is None:
             ip = self._source(timeout_s) if self._address is None else self._given(self._address)
         endpoint = open_endpoint(fabric, ip, self._ports)
-        return endpoint, SocketAddress(ip, SocketAddress.of(endpoint.address()).port).told
+        return endpoint, SocketAddress(ip, SocketAddress.of(endpoint.address()).port).encoded
 
     @staticmethod
     def add_peer(fabric: Fabric, told: bytes) -> int:

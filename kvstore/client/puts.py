@@ -105,7 +105,7 @@ class ArmedPuts:
     ) -> None:
         """Arm them; without a `flag` they fire at once."""
         self._client = client
-        self._told = watch
+        self._observer = watch
         self._span = span
         self._link = link
         self._blocks = blocks
@@ -241,14 +241,14 @@ class ArmedPuts:
             return
         self._results = self._now()
         self._link.operations.pop(self._tag, None)
-        self._let_go()
+        self._release()
         if self._span is not None:
             self._span.ended(self._blocks, self._results)
-        if self._told is not None:
+        if self._observer is not None:
             for block, result in zip(self._blocks, self._results, strict=True):
-                self._told.put_ended(block, result)
+                self._observer.put_ended(block, result)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """All puts have ended."""
         if self._counter is not None:
             self._counter.close()

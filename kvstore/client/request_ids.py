@@ -8,7 +8,7 @@ Look-ups carry the request's id, which the caller gives or this module makes. Th
 or that it refused, wait here and are sent along with a later one.
 
 What always holds: at most `LOOKUPS_WAITING_MAX` wait, the oldest are dropped first; a call carries at most
-`LOOKUPS_TOLD_BYTES_MAX` of them; they cost no call of their own. If the call fails, they wait again.
+`LOOKUPS_REPORTED_BYTES_MAX` of them; they cost no call of their own. If the call fails, they wait again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable, Overloaded
-from kvstore.limits import LOOKUP_RUNS_TOLD_MAX, LOOKUPS_TOLD_BYTES_MAX, LOOKUPS_WAITING_MAX
+from kvstore.limits import LOOKUP_RUNS_REPORTED_MAX, LOOKUPS_REPORTED_BYTES_MAX, LOOKUPS_WAITING_MAX
 from kvstore.lookups import Lookup, Outcome, Run, clean_id, outcome_of_miss, runs_of
 from kvstore.miss import Miss
 from kvstore.wire import lookups_pb2 as pb
@@ -86,7 +86,7 @@ class Asked:
         told: pb.LookupsByCaller | None,
     ) -> None:
         self._lookups = lookups
-        self._kind, self._blocks, self._request_id, self._told = kind, blocks, request_id, told
+        self._kind, self._blocks, self._request_id, self._reported = kind, blocks, request_id, told
         self._began_ns = lookups.clock.monotonic_ns()
         self.metadata: Metadata = ((REQUEST_HEADER, request_id),)
         if told is not None:
@@ -95,8 +95,8 @@ class Asked:
     def failed(self, error: KvError) -> None:
         """The look-up was not answered, or was refused."""
         self._lookups.failed(self._request_id, self._kind, self._blocks, self._began_ns, error)
-        if self._told is not None:
-            self._lookups.again(self._told)
+        if self._reported is not None:
+            self._lookups.again(self._reported)
 
 
 class ClientLookups:
@@ -152,9 +152,9 @@ class ClientLookups:
 
     def _note(self, request_id: str, kind: Kind, began_ns: int, runs: list[Run], error: KvError) -> None:
         blocks = sum(run.blocks for run in runs)
-        if len(runs) > LOOKUP_RUNS_TOLD_MAX:
-            rest = sum(run.blocks for run in runs[LOOKUP_RUNS_TOLD_MAX - 1 :])
-            runs[LOOKUP_RUNS_TOLD_MAX - 1 :] = [Run(rest, Outcome.UNSPECIFIED)]
+        if len(runs) > LOOKUP_RUNS_REPORTED_MAX:
+            rest = sum(run.blocks for run in runs[LOOKUP_RUNS_REPORTED_MAX - 1 :])
+            runs[LOOKUP_RUNS_REPORTED_MAX - 1 :] = [Run(rest, Outcome.UNSPECIFIED)]
         took_us = max(0, self.clock.monotonic_ns() - began_ns) // 1000
         at_ms = self.clock.wall_ms() - took_us // 1000
         lookup = Lookup(
@@ -169,7 +169,7 @@ class ClientLookups:
             return None
         with self._lock:
             told = pb.LookupsByCaller(sent_unix_ms=self.clock.wall_ms())
-            left_bytes = LOOKUPS_TOLD_BYTES_MAX - told.ByteSize()
+            left_bytes = LOOKUPS_REPORTED_BYTES_MAX - told.ByteSize()
             while self._waiting and (left_bytes := left_bytes - self._waiting[0].ByteSize() - 4) >= 0:
                 told.lookups.append(self._waiting.popleft())
         return told

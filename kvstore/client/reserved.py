@@ -266,8 +266,8 @@ class _LeasedPuts(ArmedPuts):
             self._end(i, error)
             self._client.lose(self._link, error)
 
-    def _let_go(self) -> None:
-        super()._let_go()
+    def _release(self) -> None:
+        super()._release()
         self._give_back_slab()
         self._link.give_back_words([word for i, word in enumerate(self._words) if i not in self._kept_words])
 

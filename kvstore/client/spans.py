@@ -52,7 +52,7 @@ class ClientSpans:
 
     def __init__(self, provider: trace.TracerProvider, target: str) -> None:
         self.tracer = provider.get_tracer("kvstore", VERSION)
-        self.teller = _Teller()
+        self.finisher = _Finisher()
         self._target = target
 
     @staticmethod
@@ -92,10 +92,10 @@ class ClientSpans:
 
     def close(self) -> None:
         """Finish ended spans, with a deadline."""
-        self.teller.close()
+        self.finisher.close()
 
 
-class _Teller:
+class _Finisher:
     """Finishes spans, one after the other, on a thread that is started when needed."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class _Teller:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def tell(self, finish: Callable[[], None]) -> None:
+    def submit(self, finish: Callable[[], None]) -> None:
         """Queue a span. It may be called with any lock held."""
         with self._changed:
             if self._closed:
@@ -173,7 +173,7 @@ class _Open:
             describe()
             self.span.end(self._unix_ns(ended_ns))
 
-        self._spans.teller.tell(finish)
+        self._spans.finisher.submit(finish)
 
     def _unix_ns(self, at_ns: int) -> int:
         return at_ns + self._offset_ns

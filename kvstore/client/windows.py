@@ -104,7 +104,7 @@ class _Window:
         self._give_back()
         return outcomes
 
-    def let_go(self) -> None:
+    def abandon(self) -> None:
         """Wait for it, and scatter nothing."""
         self._get.wait()
         self._give_back()
@@ -145,7 +145,7 @@ def get_in_windows(
                 under_way.popleft()
         except BaseException:  # such as a signal's: pending requests still have to be ended
             threading.Thread(
-                target=lambda left=list(under_way): [one.let_go() for one in left],
+                target=lambda left=list(under_way): [one.abandon() for one in left],
                 name="kvstore-get",
                 daemon=True,
             ).start()

@@ -148,7 +148,7 @@ class Membership:
         return "" if self._member is None else self._member.state
 
     @property
-    def told_digest(self) -> int:
+    def reported_digest(self) -> int:
         """The digest of the map for answers: 0 would say that we are in no cluster, and a deletion done."""
         return self.digest or NO_MAP_DIGEST
 

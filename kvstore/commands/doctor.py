@@ -38,7 +38,7 @@ from nic_offload.memory import shares_huge_pages
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from kvcli.progress import Told
+    from kvcli.progress import Progress
 
 __all__ = [
     "Library",
@@ -331,7 +331,7 @@ def check_gpu(names: Callable[[], list[str]] = gpu_names) -> Iterator[Result]:
         yield Result("GPU", "ok", "none", "Any process can store to the flags instead.")
 
 
-def examine(data: Path, progress: Told = lambda _what, _done, _total: None) -> list[Result]:
+def examine(data: Path, progress: Progress = lambda _what, _done, _total: None) -> list[Result]:
     """Run every check by itself: one that breaks becomes a `fail` and the next one runs."""
     checks: tuple[tuple[str, Callable[[], Iterable[Result]]], ...] = (
         ("libfabric", check_fabric),

@@ -66,8 +66,8 @@ def list_all(asked: Asked, *, as_json: bool = False) -> int:
 
 def export_one(asked: Asked, session: str, path: Path, *, as_json: bool = False) -> int:
     """Write a session into a file, which appears only when it is complete; returns the exit status."""
-    with whole_file(path) as file, bars() as tell:
-        blocks = _export(asked, session, file, lambda done, of: tell("exporting blocks", done, of))
+    with whole_file(path) as file, bars() as progress:
+        blocks = _export(asked, session, file, lambda done, of: progress("exporting blocks", done, of))
     print(json.dumps({"blocks": blocks}) if as_json else f"{counted(blocks, 'block')} exported")  # noqa: T201
     return 0
 
@@ -87,8 +87,8 @@ def _export(asked: Asked, session: str, file: BinaryIO, progress: Progress | Non
 def import_one(asked: Asked, session: str, path: Path, *, as_json: bool = False) -> int:
     """Import the session in a file under an unused name; returns the exit status."""
     try:
-        with path.open("rb") as file, bars() as tell:
-            blocks = _import(asked, session, file, lambda done, of: tell("importing blocks", done, of))
+        with path.open("rb") as file, bars() as progress:
+            blocks = _import(asked, session, file, lambda done, of: progress("importing blocks", done, of))
     except OSError as error:
         raise ConfigError(f"{path} could not be read: {error.strerror}.") from error
     except SessionFileError as error:

@@ -117,10 +117,10 @@ class _At:
     """Reads the result of `risen`."""
 
     def __init__(self, told: dict[str, object]) -> None:
-        self._told = told
+        self._figures = told
 
     def number(self, name: str) -> float:
-        value = self._told[name]
+        value = self._figures[name]
         assert isinstance(value, int | float)
         return value
 
@@ -129,12 +129,12 @@ class _At:
         return f"{self.number(f'{blocks}_per_s'):.0f}/s, {size}/s"
 
     def of(self, name: str) -> dict[str, int]:
-        value = self._told[name]
+        value = self._figures[name]
         assert isinstance(value, dict)
         return value
 
     def tier(self, name: str) -> dict[str, int]:
-        tiers = self._told["tiers"]
+        tiers = self._figures["tiers"]
         assert isinstance(tiers, dict)
         tier: dict[str, int] = tiers[name]
         return tier

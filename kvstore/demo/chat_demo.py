@@ -40,12 +40,12 @@ def run(turns: int, tokens: int, *, as_json: bool = False) -> int:
     with tempfile.TemporaryDirectory(prefix="triggerkv-chat-") as folder:
         home = Path(folder)
         check_room(home / "node", DRIVE_CAPACITY_BYTES_DEFAULT, "set TMPDIR to a folder elsewhere")
-        tell = _quiet if as_json else say
+        show = _quiet if as_json else say
         with NodeProcess(home / "node") as node:
-            tell(f"1. A chat of {turns} turns of {tokens} tokens, each saved at its end")
+            show(f"1. A chat of {turns} turns of {tokens} tokens, each saved at its end")
             first = _process("begin", node.target, home, turns, tokens)
-            tell(_indented(_turns(first["turns"])))
-            tell("2. The node is killed with SIGKILL and restarted; the user returns to another process")
+            show(_indented(_turns(first["turns"])))
+            show("2. The node is killed with SIGKILL and restarted; the user returns to another process")
             node.kill()
             node.start()
             second = _process("resume", node.target, home, turns, tokens)

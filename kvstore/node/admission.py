@@ -34,7 +34,7 @@ from kvstore.limits import (
     CALLS_WORK_US,
     TURNS_OTHERS_MS,
 )
-from kvstore.node.fair import Places
+from kvstore.node.fair_queue import Places
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator

@@ -39,7 +39,7 @@ from kvstore.limits import (
 )
 from kvstore.node.admission import Entrance
 from kvstore.node.calls import refusals
-from kvstore.node.fair import Places
+from kvstore.node.fair_queue import Places
 from kvstore.node.messages import Messages
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kvstore.errors import NotAuthenticated, Overloaded, TenantDenied
 from kvstore.limits import OPEN_CALLS_MAX
-from kvstore.node.fair import Places
+from kvstore.node.fair_queue import Places
 from kvstore.node.tenants import credentials_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Gate:
         self.floods: Callable[[str], object] = lambda _: None  # a call had too much metadata
         # Whether a peer's connection has been closed; with what finds the peer.
         self.has_closed: Callable[[Callable[[], str]], bool] = lambda _: False
-        self.heard: Callable[[bytes], object] = lambda _: None  # with the tenant's id: it made a call
+        self.on_call: Callable[[bytes], object] = lambda _: None  # with the tenant's id: it made a call
         self.tenants = tenants
         self.audit = audit
         self._open = Places(OPEN_CALLS_MAX, tenants.known)
@@ -72,7 +72,7 @@ class Gate:
         """Like `enter`, for a call that did not arrive over gRPC."""
         _, tenant = self._let_in(what, metadata, certificate, peer, claimed)
         assert tenant is not None, "a node's call enters by enter_node"
-        self.heard(tenant.id)
+        self.on_call(tenant.id)
         tenant.rate.take(max(1, requests))
         self.before()
         return tenant

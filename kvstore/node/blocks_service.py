@@ -112,7 +112,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                         await turn.next()
                     self._delete(items[first : first + TURN_STEP_BLOCKS], ends)
                 membership = self._node.membership
-                digest = 0 if membership is None else membership.told_digest
+                digest = 0 if membership is None else membership.reported_digest
             done = sorted(await ends.all(), key=lambda one: one.tag)
             for one in done:
                 if one.error is not None:
@@ -132,7 +132,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
     def _delete(self, items: Sequence[DeleteItem], ends: Ends[DeleteDone]) -> None:
         names = [(item.tenant, item.key) for item in items]
         self._node.granted.delete(names)
-        self._node.store.delete(items, ends.heard)
+        self._node.store.delete(items, ends.collect)
         self._node.deletions.note(names)
         if (upkeep := self._node.upkeep) is not None:
             upkeep.waited.cancel(names)
@@ -191,7 +191,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                 await turn.next()
             return pins.pin(pin, pinned, request.time_to_live_ms)
         except BaseException:
-            pins.let_go(pin)
+            pins.release(pin)
             raise
 
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:  # noqa: N802

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvstore.wire.fabric_call import Metadata
 
-__all__ = ["Told"]
+__all__ = ["FabricHeaders"]
 
 
-class Told:
+class FabricHeaders:
     """The headers of one call."""
 
     def __init__(self, metadata: Metadata) -> None:

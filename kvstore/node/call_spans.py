@@ -72,7 +72,7 @@ class NodeSpans:
         for lease in given:
             lease.traced = put
         if not given:
-            self._tell_put(put, now_ns)
+            self._export_put(put, now_ns)
 
     @staticmethod
     def landed(landed: Iterable[tuple[Tracked, int]], heard_ns: int) -> None:
@@ -88,9 +88,9 @@ class NodeSpans:
             if put is not None:
                 put.ended(lease.landed_ns, how, now_ns)
                 if not put.left:
-                    self._tell_put(put, now_ns)
+                    self._export_put(put, now_ns)
 
-    def _tell_put(self, put: PutTrace, now_ns: int) -> None:
+    def _export_put(self, put: PutTrace, now_ns: int) -> None:
         offset_ns = unix_offset_ns()
         ends = {
             f"kvstore.blocks.{end.value}": put.ends[end] for end in End if end is End.KEPT or put.ends[end]

@@ -94,7 +94,7 @@ class Ends(Generic[T]):
         self._ended: list[T] = []
         self._all: asyncio.Future[list[T]] = asyncio.get_running_loop().create_future()
 
-    def heard(self, ended: Sequence[T]) -> None:
+    def collect(self, ended: Sequence[T]) -> None:
         """Collect results that the store reports."""
         self._ended += ended
         if len(self._ended) == self._count and not self._all.done():  # done: its call was given up

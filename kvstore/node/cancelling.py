@@ -37,7 +37,7 @@ class Cancelled:
 
     def __init__(self) -> None:
         self._untold: OrderedDict[int, None] = OrderedDict()
-        self._told: OrderedDict[int, None] = OrderedDict()
+        self._cancelled: OrderedDict[int, None] = OrderedDict()
         self._forgotten = 0  # the highest of the confirmed ones that were dropped
         self._called: OrderedDict[int, None] = OrderedDict()
 
@@ -49,9 +49,9 @@ class Cancelled:
     def by_rpc(self, generations: Iterable[int]) -> list[int]:
         """Refuse these fetches when they arrive; returns those that have not arrived, whose words are to be put now."""
         never_came = [one for one in generations if one not in self._called]
-        self._told.update(dict.fromkeys(never_came))
-        while len(self._told) > ACK_WORDS:
-            self._forgotten = max(self._forgotten, self._told.popitem(last=False)[0])
+        self._cancelled.update(dict.fromkeys(never_came))
+        while len(self._cancelled) > ACK_WORDS:
+            self._forgotten = max(self._forgotten, self._cancelled.popitem(last=False)[0])
         return never_came
 
     def take(self, generation: int, *, called: bool) -> Noted:
@@ -60,8 +60,8 @@ class Cancelled:
         The latest of those are remembered, so that `by_rpc` knows that they have arrived.
         """
         if called:
-            if generation in self._told:
-                del self._told[generation]
+            if generation in self._cancelled:
+                del self._cancelled[generation]
                 return Noted.TOLD
             if generation <= self._forgotten:
                 return Noted.TOLD

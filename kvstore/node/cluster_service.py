@@ -44,30 +44,34 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 if now.lots != LOTS and not request.places_by_lots:
                     now = Map.of(now.revision, TOO_OLD)  # it would compute other owners
                 async with deadline("A client of the map"):
-                    told = _told(membership, self._node.upkeep, now, known, placed_as)
-                    if told.upkeep.replicas:
-                        told.replicas = self._gate.tenants.replicas(tenant.name) or told.upkeep.replicas
-                    await context.write(told)
+                    answer = _map_response(membership, self._node.upkeep, now, known, placed_as)
+                    if answer.upkeep.replicas:
+                        answer.replicas = self._gate.tenants.replicas(tenant.name) or answer.upkeep.replicas
+                    await context.write(answer)
                 if not now.revision:
                     return
                 known = now
                 await membership.later_than(known.revision, WATCH_HEARTBEAT_MS / 1000)
 
 
-def _told(
+def _map_response(
     membership: Membership, upkeep: Upkeep | None, now: Map, known: Map, placed_as: str
 ) -> pb.MapResponse:
-    told = pb.MapResponse(clustered=True, etcd_away_ms=membership.away_ms, outside=membership.outside)
+    answer = pb.MapResponse(clustered=True, etcd_away_ms=membership.away_ms, outside=membership.outside)
     if upkeep is not None:
         found = upkeep.known or Found()
-        told.upkeep.replicas, told.upkeep.looking = upkeep.replicas, upkeep.is_looking
-        told.upkeep.unknown, told.upkeep.age_ms = upkeep.known is None, upkeep.age_ms
-        told.upkeep.one_copy, told.upkeep.unsure, told.upkeep.full = found.one_copy, found.unsure, found.full
-        told.upkeep.copied_blocks, told.upkeep.copied_bytes = upkeep.copied_blocks, upkeep.copied_bytes
+        answer.upkeep.replicas, answer.upkeep.looking = upkeep.replicas, upkeep.is_looking
+        answer.upkeep.unknown, answer.upkeep.age_ms = upkeep.known is None, upkeep.age_ms
+        answer.upkeep.one_copy, answer.upkeep.unsure, answer.upkeep.full = (
+            found.one_copy,
+            found.unsure,
+            found.full,
+        )
+        answer.upkeep.copied_blocks, answer.upkeep.copied_bytes = upkeep.copied_blocks, upkeep.copied_bytes
     if now.revision > known.revision:
-        told.members_digest, told.placed_as = membership.digest, placed_as
-        told.revision, told.lots = now.revision, now.lots
-        for rows, some in ((told.members, now.members), (told.absent, now.absent)):
+        answer.members_digest, answer.placed_as = membership.digest, placed_as
+        answer.revision, answer.lots = now.revision, now.lots
+        for rows, some in ((answer.members, now.members), (answer.absent, now.absent)):
             for one in some:
                 rows.add(
                     name=one.name,
@@ -77,4 +81,4 @@ def _told(
                     draining=one.state == DRAINING,
                     zone=one.zone,
                 )
-    return told
+    return answer

@@ -31,7 +31,7 @@ from kvstore.limits import (
 )
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import MissReason
-from kvstore.node.call_headers import Told
+from kvstore.node.call_headers import FabricHeaders
 from kvstore.node.fetch import FetchRequest
 from kvstore.node.hot_pages import Piece
 from kvstore.storage.index_layout import NAME_BYTES, names_in
@@ -165,12 +165,12 @@ class ColdCalls:
 
     def _account(self, connection: Connection, served: Served, call: ColdCall) -> None:
         node = self._node
-        node.turns.heard(connection.tenant)
+        node.turns.note_call(connection.tenant)
         try:
-            told = Told(metadata_of(served.metadata))
+            headers = FabricHeaders(metadata_of(served.metadata))
         except ProtocolError:
-            told = Told(())  # the call was answered anyway; its metadata is ignored
-        looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, len(call.rows))
+            headers = FabricHeaders(())  # the call was answered anyway; its metadata is ignored
+        looking = node.lookups.begin(headers, connection.tenant, Kind.FETCH, len(call.rows))
         looking.outcomes = bytearray(
             Outcome.MEMORY if row.room == IN_MEMORY else Outcome.DRIVE for row in call.rows
         )

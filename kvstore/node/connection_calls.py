@@ -62,7 +62,7 @@ async def reserve(
             connection = find()
             some = node.reserve(connection, blocks_of(step), durability, lease_ms, expires_unix_ms)
             leases += some
-            answer([_lease_told(connection, lease) for lease in some])
+            answer([_as_leased(connection, lease) for lease in some])
     except BaseException:
         node.abort(connection, [(one.slot, one.generation) for one in leases if one])
         raise
@@ -78,13 +78,13 @@ def _note_leases(
     told: HasMetadata,
 ) -> None:
     """Pass the leases of a call on to the session's trace and the spans."""
-    node.traces.leased(node.traces.hear(told, connection.tenant), leases)
+    node.traces.leased(node.traces.of_call(told, connection.tenant), leases)
     parent = None if node.spans is None else node.spans.parent_of(told)
     if node.spans is not None and parent is not None:
         node.spans.leased(parent, began_ns, leases, durability)
 
 
-def _lease_told(connection: Connection, lease: Lease | None) -> Leased:
+def _as_leased(connection: Connection, lease: Lease | None) -> Leased:
     """The lease as the client sees it."""
     if lease is None:
         return Leased(slot=0, already_stored=True, generation=0, payload=0, flag=0)
@@ -120,7 +120,7 @@ async def fetch(
             _check_row(connection, fingerprint, row)
         rows += some
     connection = find()
-    trace = node.traces.hear(told, connection.tenant)
+    trace = node.traces.of_call(told, connection.tenant)
     seen = None
     if trace is not None:
         seen = SeenGet(trace, count, sum(row.part or row.length for _, row in rows), node.clock)

@@ -54,7 +54,7 @@ class DriveLanes:
         """Return how many records lanes have begun that are not known yet."""
         return sum(lane.begun for _, lane in self._pairs) - self._known
 
-    def heard(self, by_lane: Mapping[int, Sequence[PutItem]], done: PutsDone) -> None:
+    def report_begun(self, by_lane: Mapping[int, Sequence[PutItem]], done: PutsDone) -> None:
         """Report to the drives what their lanes write, by the lanes' numbers; each block ends like any other put."""
         self._idle_ticks = 0
         for number, items in by_lane.items():
@@ -66,10 +66,10 @@ class DriveLanes:
         self._idle_ticks = 0
         self._known += records
 
-    def hear(self) -> Iterator[Written]:
+    def begun(self) -> Iterator[Written]:
         """Return the records under way that are not known."""
         for _, lane in self._pairs:
-            while rows := lane.hear():
+            while rows := lane.under_way():
                 yield from written_in(rows)
 
     def take(self) -> Iterator[tuple[Drive, bytes]]:

@@ -169,7 +169,7 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             sessions=erasure.removed,
             keys=len(receipt.destroyed),
             receipt=receipt.line(),
-            members_digest=0 if node.membership is None else node.membership.told_digest,
+            members_digest=0 if node.membership is None else node.membership.reported_digest,
             node=node.store.name,
         )
 
@@ -231,7 +231,7 @@ class _Erasure:
                 over = await node.turns.long(self._tenant)
                 try:
                     item = SessionItem(name, SessionStep.REMOVE, Durability.SYNCED, 0, is_erased=True)
-                    node.store.change_sessions([item], ends.heard)
+                    node.store.change_sessions([item], ends.collect)
                     (done,) = await ends.all()
                 finally:
                     over()
@@ -324,7 +324,7 @@ class _Erasure:
                 node.granted.delete(some)
                 if self._keys is not None:  # a failed drive's index keeps blocks that nobody can read
                     node.hot.erased(some)
-                node.store.delete(items[first : first + TURN_STEP_BLOCKS], ends.heard)
+                node.store.delete(items[first : first + TURN_STEP_BLOCKS], ends.collect)
                 node.deletions.note(some)
                 if node.upkeep is not None:
                     node.upkeep.waited.cancel(some)

@@ -67,7 +67,7 @@ class Opened(NamedTuple):
     """An endpoint for a client, and the address given to the client."""
 
     endpoint: Endpoint
-    told: bytes
+    address: bytes
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
@@ -127,20 +127,20 @@ class FabricAddress:
     def __init__(
         self,
         host: str,
-        told: str | None = None,
+        advertised: str | None = None,
         ports: Ports | None = None,
         clients: Sequence[Network] = (),
     ) -> None:
         """Without `ports`, endpoints use any free port on loopback, and one of the usual range elsewhere."""
         self._listens = ip_of(host)
-        self._told = told
+        self._advertised = advertised
         self._addresses: tuple[Ip, ...] = ()  # that it resolves to, once known
-        if told is not None:
+        if advertised is not None:
             with suppress(ValueError):
-                self._addresses = (ip_of(told),)
+                self._addresses = (ip_of(advertised),)
         if not all(is_reachable(SocketAddress(ip, 1)) for ip in self._addresses):
             raise ConfigError(
-                f"No client can reach --fabric-address {told}; use an address of this machine, or none."
+                f"No client can reach --fabric-address {advertised}; use an address of this machine, or none."
             )
         self._clients = clients
         if ports is None and not self._listens.is_loopback:
@@ -156,15 +156,15 @@ class FabricAddress:
     def fabric_opens_at(self, provider: str) -> str | None:
         """The arguments with which the node's fabric is opened."""
         if provider in WITHOUT_IP:
-            return self._told
-        if self._told is None and not self._listens.is_unspecified:
+            return self._advertised
+        if self._advertised is None and not self._listens.is_unspecified:
             return str(self._listens)
-        return wildcard() if provider in ENDPOINTS_ON_WILDCARDS else self._told
+        return wildcard() if provider in ENDPOINTS_ON_WILDCARDS else self._advertised
 
     def addresses(self) -> tuple[Ip, ...]:
         """The address given to clients, as far as it is known in advance. This may resolve a name, and block."""
-        if self._told is not None:
-            self._addresses = _resolved(self._told)
+        if self._advertised is not None:
+            self._addresses = _resolved(self._advertised)
             return self._addresses
         if not self._listens.is_unspecified:
             return (self._listens,)
@@ -201,25 +201,25 @@ class FabricAddress:
         if client is None:
             endpoint = fabric.open_endpoint(domain=domain)
             return Opened(endpoint, endpoint.address())
-        told = self._told_to(client.ip)
-        return self.open_at(fabric, told, domain)
+        at = self._address_for(client.ip)
+        return self.open_at(fabric, at, domain)
 
-    def open_at(self, fabric: Fabric, told: Ip, domain: int = 0) -> Opened:
+    def open_at(self, fabric: Fabric, at: Ip, domain: int = 0) -> Opened:
         """Open an endpoint that clients reach at this address; it listens on it if it is this machine's."""
         on_wildcard = "::" if fabric.ip_version == 6 else "0.0.0.0"  # noqa: PLR2004, S104 - an address not ours
-        endpoint = open_endpoint(fabric, told if is_ours(told) else ip_of(on_wildcard), self.ports, domain)
+        endpoint = open_endpoint(fabric, at if is_ours(at) else ip_of(on_wildcard), self.ports, domain)
         port = SocketAddress.of(endpoint.address()).port
-        return Opened(endpoint, SocketAddress(told, port).told)
+        return Opened(endpoint, SocketAddress(at, port).encoded)
 
-    def _told_to(self, client: Ip) -> Ip:
-        if self._told is None and self._listens.is_unspecified:
+    def _address_for(self, client: Ip) -> Ip:
+        if self._advertised is None and self._listens.is_unspecified:
             found = source_towards(client)
             if found is None:
                 raise FabricError(f"The node has no route to the client's fabric address {client}.")
             return found
-        addresses = self._addresses if self._told is not None else (self._listens,)
+        addresses = self._addresses if self._advertised is not None else (self._listens,)
         if not addresses:
-            raise FabricError(f"The address of --fabric-address {self._told} is not known yet.")
+            raise FabricError(f"The address of --fabric-address {self._advertised} is not known yet.")
         for ip in addresses:
             if ip.version == client.version:
                 return ip

@@ -35,12 +35,12 @@ from kvstore.limits import (
 )
 from kvstore.lookups import Kind, Outcome
 from kvstore.miss import Miss, MissReason
-from kvstore.node.call_headers import Told
+from kvstore.node.call_headers import FabricHeaders
 from kvstore.node.calls import durability_of
 from kvstore.node.connection import BlockRequest, check_count
 from kvstore.node.connection_calls import fetch, in_steps, reserve
 from kvstore.node.fail_stop import or_stop
-from kvstore.node.fair import FairQueue
+from kvstore.node.fair_queue import FairQueue
 from kvstore.node.stored_blocks import StoredBlocks
 from kvstore.node.time_slices import Again
 from kvstore.wire.ack import AckCode, code_of_miss
@@ -262,18 +262,18 @@ class FabricCalls:
 
     def _note(self, connection: Connection, served: Served) -> None:
         node, blocks = self._node, served.blocks
-        node.turns.heard(connection.tenant)
+        node.turns.note_call(connection.tenant)
         try:
-            told = Told(metadata_of(served.metadata))
+            headers = FabricHeaders(metadata_of(served.metadata))
         except ProtocolError:
-            told = Told(())  # the call was answered anyway; its metadata is ignored
+            headers = FabricHeaders(())  # the call was answered anyway; its metadata is ignored
         if served.is_prefix:
-            looking = node.lookups.begin(told, connection.tenant, Kind.PREFIX, blocks)
+            looking = node.lookups.begin(headers, connection.tenant, Kind.PREFIX, blocks)
             looking.all_are(Outcome.STORED)
             looking.was(served.began_ns, served.ended_ns)
             node.timings.called("Prefix", served.began_ns, None, served.ended_ns)
             return
-        looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, blocks)
+        looking = node.lookups.begin(headers, connection.tenant, Kind.FETCH, blocks)
         looking.all_are(Outcome.MEMORY)
         looking.size_bytes = served.size_bytes
         looking.turn_ns = looking.sending_ns = served.began_ns
@@ -303,7 +303,7 @@ class FabricCalls:
     def landed(self, events: Sequence[Event]) -> None:
         """Execute calls, one of each tenant in turn; of many, the rest in the loop's next round."""
         if events:  # process earlier writes, reads and sends first
-            self._node.granted.hear_lanes()
+            self._node.granted.catch_up_lanes()
             self._node.granted.take_written()
             self.served()
             self._node.fetches.settle()
@@ -319,7 +319,7 @@ class FabricCalls:
         began_ns = clock.monotonic_ns()
         until_ns = began_ns + FABRIC_CALLS_MS * 1_000_000
         while (due := self._due.take(self._may)) is not None:
-            turns.heard(due.tenant)
+            turns.note_call(due.tenant)
             self._do(due.event)
             ended_ns = clock.monotonic_ns()
             turns.worked(due.tenant, ended_ns - began_ns)
@@ -381,16 +381,16 @@ class FabricCalls:
             return node.connection(number, owner)
 
         owner.rate.take(max(1, len(rows)))
-        told = Told(call.metadata)
+        headers = FabricHeaders(call.metadata)
         if call.kind is CallKind.PREFIX:
-            return await self._prefix(find, call, rows.keys, told)
+            return await self._prefix(find, call, rows.keys, headers)
         if not call.kind.reserves:
             await fetch(
                 node,
                 find,
                 len(rows),
                 lambda step: [(call.fingerprint, row) for row in rows.fetch[step]],
-                told,
+                headers,
                 called=False,
                 shares=bool(call.flags & ROWS),
             )
@@ -407,17 +407,17 @@ class FabricCalls:
             durability_of(call.durability),
             call.lease_ms,
             call.expires_unix_ms,
-            told,
+            headers,
             leases.extend,
         )
         return leases_bytes(call.generation, leases)
 
     async def _prefix(
-        self, find: Callable[[], Connection], call: Call, keys: Sequence[bytes], told: Told
+        self, find: Callable[[], Connection], call: Call, keys: Sequence[bytes], headers: FabricHeaders
     ) -> bytes:
         node, tenant = self._node, find().tenant
         check_count(len(keys))
-        looking = node.lookups.begin(told, tenant, Kind.PREFIX, len(keys))
+        looking = node.lookups.begin(headers, tenant, Kind.PREFIX, len(keys))
         stored, miss = 0, None
         async for step in in_steps(len(keys)):
             some, miss = self._stored.prefix(tenant, call.fingerprint, keys[step])

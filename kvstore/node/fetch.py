@@ -10,7 +10,7 @@ from kvstore.node.landing import pages_of
 
 if TYPE_CHECKING:
     from kvstore.node.connection import Connection
-    from kvstore.node.fair import Holder
+    from kvstore.node.fair_queue import Holder
     from kvstore.node.hot_pages import Piece
     from kvstore.node.lookup_progress import Looking
     from kvstore.node.session_traces import SeenGet
@@ -58,7 +58,7 @@ class Fetch:
     generation: int = 0  # of the record in it
     sending: bool = False
     cancelled: bool = False
-    told: bool = False  # its cancellation was reported: its look-up no longer waits for it
+    is_reported: bool = False  # its cancellation was reported: its look-up no longer waits for it
     entry: Entry | None = None  # of the block that a reader will read,
     group: Group | None = None  # and with which it was handed over
     late: bool = False  # it has ended, but still has its memory

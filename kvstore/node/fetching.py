@@ -35,7 +35,7 @@ from kvstore.limits import (
 from kvstore.lookups import Outcome
 from kvstore.miss import MissReason
 from kvstore.node.cancelling import Noted
-from kvstore.node.fair import FairQueue, Places
+from kvstore.node.fair_queue import FairQueue, Places
 from kvstore.node.fetch import Fetch
 from kvstore.node.readers import Readers
 from kvstore.node.time_slices import Again
@@ -180,7 +180,7 @@ class Fetches:
                 if fetch.sending:
                     sending.append(fetch.tag)
                 else:  # the drive still uses its memory
-                    fetch.told = True
+                    fetch.is_reported = True
                     told.append(fetch.request)
                     self._looked(fetch.request, fetch.looking)
         unknown = words.keys() - known
@@ -492,7 +492,7 @@ class Fetches:
         self._memory.pages.release(fetch.piece)
         if fetch.entry is not None:
             self._memory.expect_no_more(fetch.name)
-        if not fetch.told:
+        if not fetch.is_reported:
             self._looked(fetch.request, fetch.looking)
 
     def _looked(self, request: FetchRequest, looking: Looking) -> None:
@@ -544,8 +544,8 @@ class Fetches:
             return
         fetch.late = True
         fetch.group.late.append(fetch)
-        if not fetch.told:
-            fetch.told = True
+        if not fetch.is_reported:
+            fetch.is_reported = True
             self._looked(fetch.request, fetch.looking)
 
     def _note_sent(self) -> None:

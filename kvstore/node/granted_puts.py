@@ -4,7 +4,7 @@ A client writes into its slots without a call. The receiver (`nic_offload.receiv
 of hot memory that it was given in advance, lists it on the shelf, and acknowledges `landed`. Everything here happens
 afterwards and in batches: the store writes the block from that piece, its durability is acknowledged to the client, and
 the piece stays as the hot copy. Blocks that lanes write are known here when they are written (`lane_blocks`), or when
-something is asked of the node before that (`hear_lanes`).
+something is asked of the node before that (`catch_up_lanes`).
 
 What always holds: a landed block can be read from here until the store has it, and never after it was deleted. Its
 piece is released when nothing reads, sends or writes it any more. A receiver without rooms delays only its own client.
@@ -33,16 +33,16 @@ from kvstore.limits import (
     ROOMS_IDLE_TICKS,
     ROOMS_MIN,
 )
-from kvstore.node.call_headers import Told
+from kvstore.node.call_headers import FabricHeaders
 from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
-from kvstore.node.fair import Places
+from kvstore.node.fair_queue import Places
 from kvstore.node.landing import LandingLayout
 from kvstore.node.lane_blocks import WRITTEN, LaneBlocks, are_plain, count_uses
 from kvstore.node.lane_quotas import LaneQuotas
-from kvstore.node.pace import Pace
 from kvstore.node.put_area import Landed, PutArea
 from kvstore.node.put_rooms import PutRooms
 from kvstore.node.span_notes import End
+from kvstore.node.throttle import Throttle
 from kvstore.steps import Step
 from kvstore.storage.index_layout import NAME_BYTES, names_in, names_of, split_names
 from kvstore.storage.items import PutDone, PutItem
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
     from kvstore.errors import KvError, StorageError
     from kvstore.node.connection import Connection
-    from kvstore.node.fair import Holder
+    from kvstore.node.fair_queue import Holder
     from kvstore.node.hot import Name
     from kvstore.node.node import Node
     from kvstore.storage.drive import Drive
@@ -94,7 +94,7 @@ class Granted:
         self._gathering: set[PutArea] = set()  # areas whose small blocks wait for each other
         self._store_at = 0  # store these once this many writes have ended
         self._heard = 0  # blocks taken from receivers
-        self._taking = Pace(node.clock, node.later, GRANTED_TAKE_MS, self.take_written)
+        self._taking = Throttle(node.clock, node.later, GRANTED_TAKE_MS, self.take_written)
         self._lanes = DriveLanes(node.store, node.fabric)
         self._lent = LaneQuotas(node.store.quotas)
         self._lane_blocks = LaneBlocks(node, self._areas, self._lent)
@@ -128,7 +128,7 @@ class Granted:
 
     def quotas_changed(self) -> None:
         """Apply changed quotas."""
-        self.hear_lanes()  # pages were lent for what they have begun
+        self.catch_up_lanes()  # pages were lent for what they have begun
         for area in self._areas.values():
             self._choose_way(area)
 
@@ -138,7 +138,7 @@ class Granted:
         if area is None:
             return
         self._take(area, every=True)
-        self.hear_lanes()
+        self.catch_up_lanes()
         self._lent.take_back(area)
         self._store(area)
         del self._areas[connection.number]
@@ -185,13 +185,13 @@ class Granted:
 
     # --- arrived blocks
 
-    def told(self, number: int) -> None:
+    def handle(self, number: int) -> None:
         """Handle results of a receiver or lane. Small blocks that arrive while a drive is busy are batched."""
         if number == LANE_TAG:
             self._taking.ask()
             self._lend()
         elif (area := self._areas.get(number)) is not None:
-            self._area_told(area)
+            self._handle_area(area)
             self._free_ground()
             self._lanes.renew()
 
@@ -204,7 +204,7 @@ class Granted:
         if self._lanes.want_ground:
             self._taking.now()
 
-    def _area_told(self, area: PutArea) -> None:
+    def _handle_area(self, area: PutArea) -> None:
         area.idle_ticks = 0
         state = self._take(area)
         begun, ended = self._node.store.writes
@@ -250,17 +250,17 @@ class Granted:
         Only connections over which something has arrived are examined: most of a thousand clients are idle.
         """
         if every:
-            self.hear_lanes()
+            self.catch_up_lanes()
         if self._memory.shelf.came != self._heard:
             for number in self._memory.shelf.waiting(len(self._areas)):
                 self.came(number, every=every)
         self._store_all_gathered()
         self.take_written()
 
-    def hear_lanes(self) -> None:
+    def catch_up_lanes(self) -> None:
         """Learn of all blocks that lanes have begun: those that have ended are in the index then, the others known."""
         if self._lanes.ahead:
-            self._note_written(self._lanes.hear())
+            self._note_written(self._lanes.begun())
             if numbers := self._publish_written():
                 self._node.later(0, self._written, numbers)
 
@@ -322,7 +322,7 @@ class Granted:
 
     def _end_each(self, drive: Drive, rows: Sequence[Written]) -> None:
         """Report written records to their drive, one by one."""
-        self._note_written(row for row in rows if not row.was_heard)
+        self._note_written(row for row in rows if not row.was_reported)
         for row in rows:
             one = self._by_tag[row.came.id]
             one.is_answered, one.ended_ns = bool(row.is_answered), row.ended_ns
@@ -371,45 +371,45 @@ class Granted:
         node, connection = self._node, area.connection
         self._heard += len(came)
         area.idle_ticks = 0
-        node.turns.heard(connection.tenant)
+        node.turns.note_call(connection.tenant)
         leased_ns, landed_ns = came[0].landed_ns, came[-1].landed_ns
         every = [Landed(area, one, area.given_back(one.room), leased_ns, landed_ns) for one in came]
         self._landed.update((landed.name, landed) for landed in every)
         on_lanes: dict[int, list[Landed]] = {}
-        told: dict[bytes, list[Landed]] = {}
+        headers: dict[bytes, list[Landed]] = {}
         for one, landed in zip(came, every, strict=True):
             (on_lanes.setdefault(one.under_way, []) if one.under_way else area.unheard).append(landed)
             if one.metadata_bytes:
                 end = one.address + METADATA_BYTES_MAX
                 data = ctypes.string_at(end - one.metadata_bytes, one.metadata_bytes)
-                told.setdefault(data, []).append(landed)
+                headers.setdefault(data, []).append(landed)
         if on_lanes:
             self._by_tag.update({one.came.id: one for some in on_lanes.values() for one in some})
             items = {lane: [self._item(one) for one in some] for lane, some in on_lanes.items()}
             if area.lent_pages:
                 lengths = [one.came.length for some in on_lanes.values() for one in some]
-                self._lent.heard(area, sum(1 + -(-length // PAGE_BYTES) for length in lengths))
-            self._lanes.heard(items, self._kept)
+                self._lent.charge(area, sum(1 + -(-length // PAGE_BYTES) for length in lengths))
+            self._lanes.report_begun(items, self._kept)
         node.counters.leased += len(came)
         node.counters.landed += len(came)
-        for data, some in told.items():
-            self._hear(connection, data, some)
+        for data, some in headers.items():
+            self._record_metadata(connection, data, some)
         if area.has_our_clock:
             node.traces.fired_blocks += sum(one.flag_ns > 0 and one.trace is None for one in every)
         if node.spans is not None:
             node.spans.landed(((one, one.leased_ns) for one in every), landed_ns)
-        if told:  # blocks without metadata have no trace
+        if headers:  # blocks without metadata have no trace
             node.traces.saw(Step.LANDED, every, at_ns=landed_ns)
 
-    def _hear(self, connection: Connection, data: bytes, landed: Sequence[Landed]) -> None:
+    def _record_metadata(self, connection: Connection, data: bytes, landed: Sequence[Landed]) -> None:
         node = self._node
         try:
-            told = Told(metadata_of(data))
-            trace = node.traces.hear(told, connection.tenant)
+            headers = FabricHeaders(metadata_of(data))
+            trace = node.traces.of_call(headers, connection.tenant)
         except ProtocolError:
             return  # the metadata is invalid; the blocks are stored anyway
         node.traces.leased(trace, landed)
-        if node.spans is not None and (parent := node.spans.parent_of(told)) is not None:
+        if node.spans is not None and (parent := node.spans.parent_of(headers)) is not None:
             node.spans.leased(parent, landed[0].leased_ns, landed, landed[0].durability)
 
     def _store(self, area: PutArea) -> None:
@@ -417,7 +417,7 @@ class Granted:
         if not area.unheard:
             return
         self._memory.stored([one.name for one in area.unheard])  # no lane begins one of these any more,
-        self.hear_lanes()  # and those that a lane has begun must be known
+        self.catch_up_lanes()  # and those that a lane has begun must be known
         while area.unheard:
             some = area.unheard[:BATCH_BLOCKS_MAX]
             try:

@@ -49,11 +49,11 @@ class Heap:
 
     def give_back(self) -> int:
         """Return free heap memory to the system if there is much of it; returns how much there was."""
-        used_bytes, free_bytes = _told()
+        used_bytes, free_bytes = _read_mallinfo()
         if self._has_freed or used_bytes > self._used_bytes + HEAP_GROWN_BYTES_MAX:
             before_bytes = used_bytes
             gc.collect()
-            used_bytes, free_bytes = _told()
+            used_bytes, free_bytes = _read_mallinfo()
             # Memory that is still in use may become free in the same way.
             self._has_freed = before_bytes - used_bytes > HEAP_GROWN_BYTES_MAX // 8
             self._used_bytes = used_bytes
@@ -65,15 +65,15 @@ class Heap:
 
 def used_bytes() -> int:
     """The bytes that malloc has given out, in all threads; 0 where the C library doesn't report them."""
-    return _told()[0]
+    return _read_mallinfo()[0]
 
 
-def _told() -> tuple[int, int]:
+def _read_mallinfo() -> tuple[int, int]:
     """The bytes in use, and the free ones; 0 where the C library doesn't report them."""
     try:
-        told = ctypes.CDLL(None).mallinfo2
+        mallinfo = ctypes.CDLL(None).mallinfo2
     except AttributeError:
         return 0, 0
-    told.restype = _Mallinfo
-    numbers = told().numbers
+    mallinfo.restype = _Mallinfo
+    numbers = mallinfo().numbers
     return int(numbers[_LARGE] + numbers[_USED]), int(numbers[_FREE])

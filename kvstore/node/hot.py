@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvstore.errors import FabricError
 from kvstore.limits import HEADER_BYTES, PAGE_BYTES
-from kvstore.node.fair import Shares
+from kvstore.node.fair_queue import Shares
 from kvstore.node.hot_pages import HotPages, Uses
 from kvstore.node.landing import pages_of
 from kvstore.storage.index_layout import names_in, names_of

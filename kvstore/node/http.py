@@ -307,7 +307,7 @@ class HttpServer:
         if now_ms < until_ms:
             raise Overloaded("Too many requests were made; see Retry-After.", until_ms - now_ms)
         assert self._node_loop is not None
-        there = asyncio.run_coroutine_threadsafe(self._told(asked), self._node_loop)
+        there = asyncio.run_coroutine_threadsafe(self._page_answer(asked), self._node_loop)
         try:
             return await asyncio.wrap_future(there)
         except Overloaded as error:
@@ -316,7 +316,7 @@ class HttpServer:
             self._later_ms[who] = now_ms + error.retry_after_ms
             raise
 
-    async def _told(self, asked: _Asked) -> Answer:
+    async def _page_answer(self, asked: _Asked) -> Answer:
         """The node's answer, made on its thread."""
         question = Question(self._admit(asked), asked.query)
         page = self._pages.get(asked.path)

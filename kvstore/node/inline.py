@@ -18,7 +18,7 @@ from kvstore.limits import CHUNK_BYTES_MAX, HEADER_BYTES, INLINE_CHUNK_BYTES, IN
 from kvstore.miss import Miss
 from kvstore.names import UNSAID
 from kvstore.node.connection import check_block, check_domain, refuse_expired, stored_domain
-from kvstore.node.fair import Shares
+from kvstore.node.fair_queue import Shares
 from kvstore.node.landing import pages_of
 from kvstore.storage.block_reads import mismatch
 from kvstore.storage.items import GetDone, GetItem, PutItem

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.errors import Overloaded
 from kvstore.limits import HEADER_BYTES, LEASE_MARGIN_MS, LEASES_MAX, PAGE_BYTES
-from kvstore.node.fair import Places
+from kvstore.node.fair_queue import Places
 from kvstore.storage.sealing import NO_DOMAIN
 
 if TYPE_CHECKING:

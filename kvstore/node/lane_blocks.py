@@ -54,7 +54,7 @@ WRITTEN: Final = np.dtype(  # a `nic_offload.lane.Written`
         ("came", _CAME),
         *((name, "<u8") for name in ("tag", "generation", "offset", "ended_ns", "key_id")),
         ("result", "<i4"),
-        *((name, "<u4") for name in ("is_answered", "key_number", "was_heard")),
+        *((name, "<u4") for name in ("is_answered", "key_number", "was_reported")),
     ]
 )
 
@@ -63,7 +63,7 @@ def are_plain(rows: NDArray[Any]) -> bool:
     """Return whether all these blocks are unknown so far, written, and acknowledged, and none has metadata."""
     came = rows["came"]
     return not (
-        rows["was_heard"].any()
+        rows["was_reported"].any()
         or rows["result"].any()
         or came["metadata_bytes"].any()
         or not rows["is_answered"].all()
@@ -101,11 +101,11 @@ class LaneBlocks:
     def _count(self, area: PutArea, rows: NDArray[Any]) -> None:
         node = self._node
         area.idle_ticks = 0
-        node.turns.heard(area.connection.tenant)
+        node.turns.note_call(area.connection.tenant)
         node.counters.leased += len(rows)
         node.counters.landed += len(rows)
         if area.lent_pages:
-            self._lent.heard(area, int(record_pages(rows["came"]["length"]).sum()))
+            self._lent.charge(area, int(record_pages(rows["came"]["length"]).sum()))
 
     def _keep(self, area: PutArea, rows: NDArray[Any], names: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """Keep the memory of these blocks as their hot copies; return of which, because the C core lists them."""

@@ -47,7 +47,7 @@ class LaneQuotas:
             area.receiver.lend(pages)
         return pages > 0
 
-    def heard(self, area: PutArea, pages: int) -> None:
+    def charge(self, area: PutArea, pages: int) -> None:
         """Charge the tenant for blocks of this many pages, which lanes have accepted."""
         self._return(area, min(pages, area.lent_pages))  # fewer, if it had no quota when they arrived
 

@@ -16,11 +16,11 @@ from google.protobuf.message import DecodeError
 
 from kvstore.limits import (
     LEASES_OVER_REMEMBERED,
-    LOOKUP_TOLD_LATE_MS,
+    LOOKUP_REPORTED_LATE_MS,
     LOOKUPS_BYTES_MAX,
     LOOKUPS_LISTED_MAX,
     LOOKUPS_MAX,
-    LOOKUPS_TOLD_BYTES_MAX,
+    LOOKUPS_REPORTED_BYTES_MAX,
     SESSION_BYTES,
     UI_LOOKUPS_MAX,
     UI_LOOKUPS_SCANNED_MAX,
@@ -84,19 +84,19 @@ class Lookups:
             if key == REQUEST_HEADER and isinstance(value, str):
                 request_id = clean_id(value)
             elif key == LOOKUPS_HEADER and isinstance(value, bytes):
-                self._told(tenant, value)
+                self._add_reported(tenant, value)
         whose = _NO_SESSION if session is None else session.user + session.session
         parent = None if self.spans is None else self.spans.parent_of(told)
         return Looking(self, tenant, whose, request_id, kind, blocks, parent)
 
-    def _told(self, tenant: bytes, data: bytes) -> None:
+    def _add_reported(self, tenant: bytes, data: bytes) -> None:
         try:
-            message = pb.LookupsByCaller.FromString(data[:LOOKUPS_TOLD_BYTES_MAX])
+            message = pb.LookupsByCaller.FromString(data[:LOOKUPS_REPORTED_BYTES_MAX])
         except DecodeError:
             return  # the history is for people, and no reason to refuse blocks
         now_ms = self.clock.wall_ms()
         for told in message.lookups:
-            ago_ms = min(max(0, message.sent_unix_ms - told.at_unix_ms), LOOKUP_TOLD_LATE_MS)
+            ago_ms = min(max(0, message.sent_unix_ms - told.at_unix_ms), LOOKUP_REPORTED_LATE_MS)
             told.at_unix_ms, told.by_caller = now_ms - ago_ms, True
             lookup = lookup_of(told)
             self.record(
@@ -166,7 +166,7 @@ class Lookups:
         found = [one for one in messages if any(run.outcome in outcomes for run in one.runs)]
         return sorted(found, key=lambda one: -one.at_unix_ms)[:UI_LOOKUPS_MAX]
 
-    def told_of(
+    def listed(
         self, tenant: bytes, request_id: str, session: SessionName | None, last: int
     ) -> pb.ListLookupsResponse:
         """A tenant's latest look-ups of a request, of a session, or of all; the earliest of them first."""

@@ -37,5 +37,5 @@ class LookupsService(lookups_pb2_grpc.LookupsServicer):
             if bool(request.user) != bool(request.session):
                 raise ProtocolError("Filter look-ups by both user and session, or by neither.")
             session = name_of(tenant.id, request.user, request.session) if request.user else None
-            return self._node.lookups.told_of(tenant.id, request.request_id, session, request.last)
+            return self._node.lookups.listed(tenant.id, request.request_id, session, request.last)
         raise AssertionError

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvstore.limits import MESSAGES_COMING_MAX
-from kvstore.node.fair import Places
+from kvstore.node.fair_queue import Places
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -38,7 +38,7 @@ from kvstore.node.deletions import Deletions, Erasures
 from kvstore.node.fabric_address import FabricAddress, check_length, fabric_domain
 from kvstore.node.fabric_answers import FabricCalls
 from kvstore.node.fail_stop import or_stop
-from kvstore.node.fair import FairQueue, Places
+from kvstore.node.fair_queue import FairQueue, Places
 from kvstore.node.fetching import Fetches
 from kvstore.node.granted_puts import Granted
 from kvstore.node.hot import HotMemory
@@ -184,7 +184,7 @@ class Node:
     def _tick(self) -> None:
         """Run periodic work."""
         self.ticked_ns = self.clock.monotonic_ns()
-        self.take_note(every=False)
+        self.catch_up(every=False)
         self.hot.pages.look_again()
         self.granted.tick()
         self.fabric_calls.cold.tick()
@@ -248,7 +248,7 @@ class Node:
             known_as = peer_address if client is None else client.packed(self.fabric.ip_version)
             try:
                 if client is None:
-                    check_length(peer_address, opened.told, self.fabric)
+                    check_length(peer_address, opened.address, self.fabric)
                 else:
                     self.at_endpoint(opened.endpoint, client.ip)
                 connection = Connection(
@@ -278,7 +278,7 @@ class Node:
             self.landing.take(tenant.id, connection.all_there())
         self.connections[connection.number] = connection
         log.info("attached with %d slots", layout.slots, extra=connection.about())
-        return connection, opened.told
+        return connection, opened.address
 
     def _layout(self, tenant: Tenant, block_bytes_max: int, slots: int) -> LandingLayout:
         granted = min(max(slots, 1), SLOTS_PER_CLIENT_MAX)
@@ -335,7 +335,7 @@ class Node:
         connection.close()
         if self.sharing is not None:
             self.sharing.withdraw(connection)
-        self.take_note()
+        self.catch_up()
         del self.connections[connection.number]
         self.granted.close(connection)
         self.fetches.forget(connection)
@@ -353,7 +353,7 @@ class Node:
             self.landing.give_back(connection.tenant, connection.landing_bytes)
             connection.free_memory()
 
-    def take_note(self, *, every: bool = True) -> None:
+    def catch_up(self, *, every: bool = True) -> None:
         """Process the C core's own work; `every` part of it before a request is answered."""
         self.granted.take_all(every=every)
         self.fabric_calls.served()
@@ -467,7 +467,7 @@ class Node:
             case EventKind.LANDED:
                 calls.append(event) if self.fabric_calls.is_one(event) else self._landed(event, landed)
             case EventKind.CAME:
-                (self.fabric_calls.served if event.tag == COLD_TAG else self.granted.told)(event.tag)
+                (self.fabric_calls.served if event.tag == COLD_TAG else self.granted.handle)(event.tag)
             case EventKind.READ:
                 self.fetches.readers.read(event)
             case EventKind.WATCH_FAILED:
@@ -586,7 +586,7 @@ class Node:
     async def close(self) -> None:
         """Close all connections, and wait, with a bound, until all landed blocks are on the drive."""
         self.prefetches.close()
-        self.take_note()
+        self.catch_up()
         for connection in list(self.connections.values()):
             self.detach(connection)
         with contextlib.suppress(TimeoutError):

@@ -74,24 +74,24 @@ def http_server(node: Node, gate: Gate, tls: Certificates | None, *, ui: bool) -
         async def show(_: Question) -> Answer:
             return answer
 
-        async def tell(question: Question) -> Answer:
+        async def state_page(question: Question) -> Answer:
             chosen, after = question.query.get("tenant", ""), question.query.get("after", "")
             return _json(
                 state(node, gate.tenants, question.tenant, VERSION, chosen, _name(after, "after"), points)
             )
 
-        async def tell_trace(question: Question) -> Answer:
+        async def trace_page(question: Question) -> Answer:
             session = _name(question.query.get("session", "?"), "session")
             return _json(trace(node, whose(gate.tenants, question.tenant, "")[0], session))
 
-        async def tell_misses(question: Question) -> Answer:
+        async def misses_page(question: Question) -> Answer:
             tenant, _ = whose(gate.tenants, question.tenant, question.query.get("tenant", ""))
             return _json(misses(node, question.tenant, tenant, _reason(question.query.get("reason", ""))))
 
         pages["/"] = show
-        pages["/ui/state.json"] = tell
-        pages["/ui/trace.json"] = tell_trace
-        pages["/ui/misses.json"] = tell_misses
+        pages["/ui/state.json"] = state_page
+        pages["/ui/trace.json"] = trace_page
+        pages["/ui/misses.json"] = misses_page
     health = {"/healthz": lambda: _health(node), "/readyz": lambda: _readiness(node.readiness.why)}
     turned = {path: _in_turn(node, page) for path, page in pages.items()}
     return HttpServer(gate, node.clock, health, turned, tls, history)

@@ -91,7 +91,7 @@ class Pins:
                 self._of_block.setdefault(name, []).append(pin)
         return [name in pin.held for name in names]
 
-    def let_go(self, pin: Pin) -> None:
+    def release(self, pin: Pin) -> None:
         """Release the blocks of a pin."""
         for name in pin.held:
             self._leaves(pin, name)
@@ -161,7 +161,7 @@ class Pins:
         if len(self._deadlines) > 2 * self.count + PINS_OF_TENANT_MAX:  # most of them have ended
             self._deadlines = [one for one in self._deadlines if one[2] in self._of_tenant.get(one[1], ())]
             heapq.heapify(self._deadlines)
-        self.let_go(pin)
+        self.release(pin)
         return True
 
     def _leaves(self, pin: Pin, name: Name) -> None:

@@ -22,7 +22,7 @@ from kvstore.limits import (
     PREFETCHES_MAX,
     SHARES,
 )
-from kvstore.node.fair import FairQueue
+from kvstore.node.fair_queue import FairQueue
 from kvstore.node.landing import pages_of
 from kvstore.storage.items import GetItem
 

@@ -115,7 +115,7 @@ class PutArea:
             connection.tenant,
             (acks.base, acks.key, acks.words),
             (AckCode.LANDED, AckCode.DIFFERS, AckCode.KEY_TAKEN, AckCode.EXPIRED, AckCode.WRITTEN),
-            (self.told.flags, self.told.key),
+            (self.description.flags, self.description.key),
             SHARED,
             AckCode.DOMAIN_REQUIRED if encrypts else 0,
         )
@@ -147,7 +147,7 @@ class PutArea:
         )
 
     @property
-    def told(self) -> Area:
+    def description(self) -> Area:
         """The area as it is described to the client."""
         return self._area(self._region.base, self.area.first_generation)
 

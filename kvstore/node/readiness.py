@@ -64,7 +64,7 @@ def _read_through(fabric: Fabric, opened: Opened, ip: Ip) -> None:
                 get = TriggeredGet(
                     tag=1,
                     endpoint=endpoint,
-                    peer=other.add_peer(SocketAddress.of(opened.told).packed(ip.version)),
+                    peer=other.add_peer(SocketAddress.of(opened.address).packed(ip.version)),
                     region=region,
                     target=region.address,
                     length=_WORD_BYTES,
@@ -77,7 +77,7 @@ def _read_through(fabric: Fabric, opened: Opened, ip: Ip) -> None:
             ours.close()
         if not came or arrived[:_WORD_BYTES] != word:
             raise FabricError(
-                f"The node can't reach itself at its fabric address {SocketAddress.of(opened.told)}: is that address"
+                f"The node can't reach itself at its fabric address {SocketAddress.of(opened.address)}: is that address"
                 " this machine's, and are its ports open (--fabric-address, --fabric-ports)?"
             )
 

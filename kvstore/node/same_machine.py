@@ -29,7 +29,7 @@ from kvstore.limits import (
     SHARE_REST_MS,
     SHARE_SLOTS_MAX,
 )
-from kvstore.node.fair import Places
+from kvstore.node.fair_queue import Places
 from kvstore.wire import kvstore_pb2 as pb
 from kvstore.wire.sharing import HAS_DIRECTORY, HAS_HOT, HAS_SLOTS, MAPPED
 
@@ -165,9 +165,9 @@ class Sharing:
             return
         caller.setblocking(False)
         self._callers[caller] = self._loop.call_later(SHARE_CALL_MS / 1000, self._end, caller)
-        self._loop.add_reader(caller, self._hear, caller)
+        self._loop.add_reader(caller, self._on_pass, caller)
 
-    def _hear(self, caller: socket.socket) -> None:
+    def _on_pass(self, caller: socket.socket) -> None:
         """Handle a caller that presents its pass."""
         try:
             offer = self._offers.pop(caller.recv(SHARE_PASS_BYTES), None)
@@ -198,9 +198,9 @@ class Sharing:
         if offer.slots is None:
             self._end(caller)
         else:
-            self._loop.add_reader(caller, self._hear_mapped, caller, offer, offer.slots)
+            self._loop.add_reader(caller, self._on_mapped, caller, offer, offer.slots)
 
-    def _hear_mapped(self, caller: socket.socket, offer: _Offer, slots: SharedSlots) -> None:
+    def _on_mapped(self, caller: socket.socket, offer: _Offer, slots: SharedSlots) -> None:
         """Handle a caller that has mapped its slots; it puts nothing before it gets the answer."""
         try:
             connection = offer.connection

@@ -121,7 +121,7 @@ _GRPC_OPTIONS = (
 
 def add_services(server: grpc.aio.Server, node: Node, gate: Gate) -> Health:
     """Add a node's services to a server."""
-    gate.before, gate.heard = node.take_note, node.turns.heard
+    gate.before, gate.on_call = node.catch_up, node.turns.note_call
     kvstore_pb2_grpc.add_KvStoreServicer_to_server(KvStoreService(node, gate), server)  # type: ignore[no-untyped-call]
     erasing_pb2_grpc.add_ErasingServicer_to_server(ErasingService(node, gate), server)  # type: ignore[no-untyped-call]
     blocks_pb2_grpc.add_BlocksServicer_to_server(BlocksService(node, gate), server)  # type: ignore[no-untyped-call]

@@ -113,7 +113,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     encrypts=self._node.store.keys is not None,
                 )
                 if connection.seal is not None:
-                    answer.seal = connection.seal.told
+                    answer.seal = connection.seal.secret
                 desk = None
                 if request.HasField("answers_base"):
                     calls = self._node.fabric_calls.open(connection, request.answers_base)
@@ -126,7 +126,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                     shares_slots = sharing is not None and sharing.shares_slots(tenant.id)
                     puts = self._node.granted.open(connection, shares=shares_slots)
                 if puts is not None:
-                    answer.puts.CopyFrom(_put_area_message(puts.told))
+                    answer.puts.CopyFrom(_put_area_message(puts.description))
                 if sharing is not None:
                     shared = sharing.offer(connection, None if puts is None else puts.shared, desk)
                     if shared is not None:

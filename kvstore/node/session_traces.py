@@ -199,17 +199,17 @@ class Traces:
 
     # --- reported by callers
 
-    def hear(self, told: HasMetadata, tenant: bytes) -> SessionTrace | None:
+    def of_call(self, headers: HasMetadata, tenant: bytes) -> SessionTrace | None:
         """The trace of a call's session, with the caller's reported steps added; None if the call names none."""
-        for key, value in told.invocation_metadata() or ():
+        for key, value in headers.invocation_metadata() or ():
             if key == STEPS_HEADER and isinstance(value, bytes):
                 try:
-                    return self.told(tenant, pb.SeenByCaller.FromString(value))
+                    return self.add_reported(tenant, pb.SeenByCaller.FromString(value))
                 except DecodeError:
                     raise ProtocolError(f"The header {STEPS_HEADER} is not a SeenByCaller.") from None
         return None
 
-    def told(self, tenant: bytes, message: pb.SeenByCaller) -> SessionTrace:
+    def add_reported(self, tenant: bytes, message: pb.SeenByCaller) -> SessionTrace:
         """Record the steps that a caller reports."""
         if len(message.seen) > STEPS_REPORTED_MAX:
             raise ProtocolError(f"A call reports at most {STEPS_REPORTED_MAX} steps.")

@@ -328,7 +328,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     def _enter(self, what: str, context: Context, name: pb.SessionName, requests: int = 1) -> Tenant:
         tenant = self._gate.enter(what, context, name.tenant, requests)
-        self._node.traces.hear(context, tenant.id)
+        self._node.traces.of_call(context, tenant.id)
         return tenant
 
     @asynccontextmanager
@@ -426,16 +426,16 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
     async def _do(self, item: SessionItem) -> SessionDone:
         ends: Ends[SessionDone] = Ends(1)
         if self._blocks_changed(item) <= SESSION_STEP_BLOCKS:
-            self._node.store.change_sessions([item], ends.heard)
+            self._node.store.change_sessions([item], ends.collect)
         else:
             over = await self._node.turns.long(item.name.tenant)
 
-            def heard(ended: Sequence[SessionDone]) -> None:
+            def collect(ended: Sequence[SessionDone]) -> None:
                 over()  # not when the caller cancels: a step that has begun continues
-                ends.heard(ended)
+                ends.collect(ended)
 
             try:
-                self._node.store.change_sessions([item], heard)
+                self._node.store.change_sessions([item], collect)
             except KvError:
                 over()
                 raise

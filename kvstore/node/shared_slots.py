@@ -59,7 +59,7 @@ class SharedSlots:
     def mapped(self, connection: Connection, hot: Region | None) -> None:
         """Note that the client has mapped the memory, and watches its words there. `hot`: memory that it can read."""
         self.is_mapped = True
-        self._fabric.hear(self._own_doorbell, is_pipe=False)
+        self._fabric.listen(self._own_doorbell, is_pipe=False)
         acks = connection.acks
         here = address_of(self.memory)
         words, rows = here + self.words_offset, here + self.rows_offset

@@ -42,7 +42,7 @@ class StepsService(steps_pb2_grpc.StepsServicer):
         async with refusals(context):
             tenant = self._gate.enter("prefetch blocks", context, request.tenant, len(request.keys))
             check_keys(request.keys)
-            trace = self._node.traces.hear(context, tenant.id)
+            trace = self._node.traces.of_call(context, tenant.id)
             over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
             def ended(_: Prefetched) -> None:
@@ -86,7 +86,7 @@ class StepsService(steps_pb2_grpc.StepsServicer):
         """Record the steps that a caller reports."""
         async with refusals(context):
             tenant = self._gate.enter("report steps", context, request.tenant)
-            self._node.traces.told(tenant.id, request.seen)
+            self._node.traces.add_reported(tenant.id, request.seen)
             return pb.ReportStepsResponse()
         raise AssertionError
 

@@ -99,7 +99,7 @@ class Turns:
         self._began_ns = 0
         self._last = self._other = (b"", 0)  # the last caller and the last other tenant before it, with times
 
-    def heard(self, tenant: bytes) -> None:
+    def note_call(self, tenant: bytes) -> None:
         """Note that a tenant called."""
         if tenant != self._last[0]:
             self._other = self._last

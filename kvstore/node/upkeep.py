@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from kvstore.storage.index import Entry, Name
     from kvstore.storage.items import GetDone
 
-__all__ = ["Block", "Found", "Pace", "Upkeep", "lacking"]
+__all__ = ["Block", "ByteRate", "Found", "Upkeep", "lacking"]
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class _Unexpected(Exception):
     """The other node no longer expects the block: another node has offered it since, or it was deleted."""
 
 
-class Pace:
+class ByteRate:
     """Limits bytes per second; unused ones are not saved up."""
 
     def __init__(self, bytes_per_s: int) -> None:
@@ -134,7 +134,7 @@ class Upkeep:
         self.is_looking = False
         self.looked = 0  # digest of the map of the last complete scan
         self._places = asyncio.Semaphore(UPKEEP_AT_ONCE)
-        self._pace = Pace(UPKEEP_BYTES_PER_S)
+        self._pace = ByteRate(UPKEEP_BYTES_PER_S)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

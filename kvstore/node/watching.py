@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import Overloaded
 from kvstore.limits import WATCH_EVENTS_MAX, WATCH_EVENTS_SENT_MAX, WATCHERS_MAX, WATCHERS_OF_TENANT_MAX
-from kvstore.node.fair import Places
+from kvstore.node.fair_queue import Places
 from kvstore.storage.index_layout import names_of
 from kvstore.wire import observing_pb2 as pb
 
@@ -37,7 +37,7 @@ class Watcher:
         self._dropped = 0
         self._some = asyncio.Event()
 
-    def hear(self, events: Iterable[pb.Event]) -> None:
+    def queue(self, events: Iterable[pb.Event]) -> None:
         """Queue events, as far as there is room."""
         for event in events:
             if len(self._events) < WATCH_EVENTS_MAX:
@@ -99,14 +99,14 @@ class Watchers:
             keys = [key for whose, key in names if whose == tenant]
             events = [_block(key, reason, now_ms) for key in keys]
             for watcher in watchers if events else ():
-                watcher.hear(events)
+                watcher.queue(events)
 
     def session(self, tenant: bytes, user: str, session: str, blocks: int, *, removed: bool = False) -> None:
         """Note a session that has changed."""
         watchers = self._of_tenant.get(tenant, ())
         changed = pb.SessionChanged(user=user, session=session, blocks=blocks, removed=removed)
         for watcher in watchers:
-            watcher.hear([pb.Event(at_unix_ms=self._clock.wall_ms(), session=changed)])
+            watcher.queue([pb.Event(at_unix_ms=self._clock.wall_ms(), session=changed)])
 
 
 def _block(key: bytes, reason: Reason | None, now_ms: int) -> pb.Event:

@@ -62,7 +62,7 @@ class Control:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lines = connection.makefile("rb")
-        hello = self._heard()
+        hello = self._read_answer()
         self.challenge = bytes.fromhex(hello["challenge"])
         self.damaged = int(hello["damaged"])  # slots of the keyring, including moved ones
         # How many bytes of each drive are still to be encrypted, and why that has stopped, if it has.
@@ -72,13 +72,13 @@ class Control:
         """Send a command; returns the result. Raises the error that the node answers with, or NodeUnavailable."""
         with suppress(OSError):  # the answer that it sent before it ended is still read
             self._connection.sendall(line_of(what))
-        answer = self._heard()
+        answer = self._read_answer()
         if "error" in answer:
             kind = getattr(errors, str(answer.get("kind")), KvError)
             raise kind(answer["error"])
         return answer["done"]
 
-    def _heard(self) -> dict[str, Any]:
+    def _read_answer(self) -> dict[str, Any]:
         try:
             said = json.loads(self._lines.readline(CONTROL_LINE_BYTES_MAX))
         except TimeoutError:

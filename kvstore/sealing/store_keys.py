@@ -28,7 +28,7 @@ from kvstore.errors import (
     WrongKeyring,
 )
 from kvstore.limits import (
-    KEYRING_DAMAGED_TOLD_MAX,
+    KEYRING_DAMAGED_LOGGED_MAX,
     VAULT_KEYS_MAX,
     VAULT_NAMES_MAX,
 )
@@ -201,7 +201,7 @@ class StoreKeys:
 
     def _warn_of(self, number: int, error: Corrupt) -> None:
         """Log once per slot: each read of a block would repeat it."""
-        if number not in self._warned and len(self._warned) < KEYRING_DAMAGED_TOLD_MAX:
+        if number not in self._warned and len(self._warned) < KEYRING_DAMAGED_LOGGED_MAX:
             self._warned.add(number)
             log.warning(
                 "Key %d of the keyring can't be used, and its blocks miss until the keyring is restored: %s",

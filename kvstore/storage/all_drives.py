@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
 from kvstore.errors import Overloaded, StorageError
+from kvstore.storage.completion_queue import CompletionQueue
 from kvstore.storage.items import DeleteDone, SessionDone, SessionStep
-from kvstore.storage.outbox import Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,31 +37,35 @@ class Deletions:
 
     def __init__(self, drives: Sequence[Drive]) -> None:
         self._drives = drives
-        self.outbox: Outbox[DeleteDone] = Outbox()
+        self.completions: CompletionQueue[DeleteDone] = CompletionQueue()
 
     def accept(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
         """Delete them on each drive. Overloaded, and nothing done, if one has no room."""
         if any(len(items) > drive.deletes_left for drive in self._drives):
             raise Overloaded("A drive's queue of deletions is full.")
-        self.outbox.promised += len(items)
-        batch = _Deletions(self.outbox, items, done, len(self._drives))
+        self.completions.promised += len(items)
+        batch = _Deletions(self.completions, items, done, len(self._drives))
         numbered = [item._replace(tag=at) for at, item in enumerate(items)]
         for drive in self._drives:
-            drive.delete(numbered, batch.heard)
+            drive.delete(numbered, batch.collect)
 
 
 class _Deletions:
     """One batch, until every drive has reported each of its deletions."""
 
     def __init__(
-        self, outbox: Outbox[DeleteDone], items: Sequence[DeleteItem], done: DeletesDone, drives: int
+        self,
+        completions: CompletionQueue[DeleteDone],
+        items: Sequence[DeleteItem],
+        done: DeletesDone,
+        drives: int,
     ) -> None:
-        self._outbox = outbox
+        self._completions = completions
         self._done = done
         self._left = [drives] * len(items)
         self._so_far = [DeleteDone(item.tag, None, found=False) for item in items]
 
-    def heard(self, answers: Sequence[DeleteDone]) -> None:
+    def collect(self, answers: Sequence[DeleteDone]) -> None:
         """Take a drive's results; its tags are positions in the batch."""
         for answer in answers:
             at = answer.tag
@@ -76,7 +80,7 @@ class _Deletions:
             self._so_far[at] = now
             self._left[at] -= 1
             if not self._left[at]:
-                self._outbox.add(self._done, now)
+                self._completions.add(self._done, now)
 
 
 class SessionSteps:
@@ -85,7 +89,7 @@ class SessionSteps:
     def __init__(self, drives: Sequence[Drive], placement: Placement) -> None:
         self._drives = drives
         self._placement = placement
-        self.outbox: Outbox[SessionDone] = Outbox()
+        self.completions: CompletionQueue[SessionDone] = CompletionQueue()
 
     def accept(self, items: Sequence[SessionItem], done: SessionsDone) -> None:
         """Execute each step on the drive of its session. Overloaded, and nothing done, if a drive has no room."""
@@ -94,7 +98,7 @@ class SessionSteps:
             by_drive.setdefault(self._where(item.name), []).append(item)
         if any(len(some) > self._drives[where].sessions_left for where, some in by_drive.items()):
             raise Overloaded("A drive's queue of session changes is full.")
-        self.outbox.promised += len(items)
+        self.completions.promised += len(items)
         for where, some in by_drive.items():
             drive = self._drives[where]
             others = [one for one in self._drives if one is not drive]
@@ -105,7 +109,7 @@ class SessionSteps:
                 )
                 for at, item in enumerate(some)
             ]
-            drive.change_sessions(numbered, _Steps(self.outbox, some, done, others).heard)
+            drive.change_sessions(numbered, _Steps(self.completions, some, done, others).collect)
 
     def _where(self, name: SessionName) -> int:
         order = self._placement.order(name.tenant, name.user)
@@ -120,17 +124,17 @@ class _Steps:
 
     def __init__(
         self,
-        outbox: Outbox[SessionDone],
+        completions: CompletionQueue[SessionDone],
         items: Sequence[SessionItem],
         done: SessionsDone,
         others: Sequence[Drive],
     ) -> None:
-        self._outbox = outbox
+        self._completions = completions
         self._items = items
         self._done = done
         self._others = others
 
-    def heard(self, answers: Sequence[SessionDone]) -> None:
+    def collect(self, answers: Sequence[SessionDone]) -> None:
         """Take the drive's results; its tags are positions among the items."""
         for answer in answers:
             item = self._items[answer.tag]
@@ -140,7 +144,7 @@ class _Steps:
                 for other in self._others:
                     other.drop(answer.unreferenced, gone)
             else:
-                self._outbox.add(self._done, told)
+                self._completions.add(self._done, told)
 
     def _gone(self, told: SessionDone) -> Callable[[StorageError | None], None]:
         """Report the step when the other drives have dropped its blocks too."""
@@ -151,7 +155,7 @@ class _Steps:
             left -= 1
             first = first or error
             if not left:
-                self._outbox.add(self._done, told._replace(error=first))
+                self._completions.add(self._done, told._replace(error=first))
 
         return gone
 

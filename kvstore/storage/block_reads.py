@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Final
 from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES, READS_OF_BLOCK_MAX
 from kvstore.miss import Miss, MissReason
+from kvstore.storage.completion_queue import CompletionQueue
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.eviction.types import Guard, Reason
 from kvstore.storage.index_layout import is_header_of
 from kvstore.storage.items import GetDone, GetItem, GetsDone
-from kvstore.storage.outbox import Outbox
 from kvstore.wire.record import Flaw, Header, record_bytes
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ class Gets:
         self._traffic = traffic
         self._clock = clock
         self._keeping = keeping
-        self.outbox: Outbox[GetDone] = Outbox()
+        self.completions: CompletionQueue[GetDone] = CompletionQueue()
 
     def accept(self, items: Sequence[GetItem], done: GetsDone) -> None:
-        """Accept gets; each is reported through the outbox."""
+        """Accept gets; each is reported through the completions."""
         now_ms = self._clock.wall_ms()
-        self.outbox.promised += len(items)
+        self.completions.promised += len(items)
         try:
             stored = self._index.lookup([(item.tenant, item.key) for item in items])
         except StorageError as error:
@@ -86,11 +86,11 @@ class Gets:
         for tenant, missed in unknown.items():
             misses = self._keeping.misses(tenant, [item.key for item in missed])
             for item, why in zip(missed, misses, strict=True):
-                self.outbox.add(done, GetDone(item.tag, why))
+                self.completions.add(done, GetDone(item.tag, why))
 
     def refuse(self, items: Sequence[GetItem], done: GetsDone) -> None:
         """Report gets that there is no room for."""
-        self.outbox.promised += len(items)
+        self.completions.promised += len(items)
         for item in items:
             self._miss(item, done, MissReason.BUSY)
 
@@ -121,7 +121,7 @@ class Gets:
             self._missed(read, MissReason.UNREADABLE, "only the header could be read")
         elif is_its:
             hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation, was_read=True)
-            self.outbox.add(read.done, hit)
+            self.completions.add(read.done, hit)
         elif found is Flaw.NO_KEY:
             if not self._keeping.erasing[item.tenant]:
                 with suppress(StorageError):  # a read-only drive keeps it in its index
@@ -134,10 +134,10 @@ class Gets:
             self._missed(read, MissReason.CORRUPT, "the header on the drive does not belong to this block")
 
     def _missed(self, read: _Read, reason: MissReason, detail: str = "") -> None:
-        self.outbox.add(read.done, GetDone(read.item.tag, Miss(reason, detail), was_read=True))
+        self.completions.add(read.done, GetDone(read.item.tag, Miss(reason, detail), was_read=True))
 
     def _miss(self, item: GetItem, done: GetsDone, reason: MissReason, detail: str = "") -> None:
-        self.outbox.add(done, GetDone(item.tag, Miss(reason, detail)))
+        self.completions.add(done, GetDone(item.tag, Miss(reason, detail)))
 
 
 class _Read:

@@ -32,11 +32,11 @@ from kvstore.limits import (
     PAGE_BYTES,
     TENANT_BYTES,
 )
+from kvstore.storage.completion_queue import CompletionQueue
 from kvstore.storage.eviction.types import Guard, Reason
 from kvstore.storage.index import Entry
 from kvstore.storage.index_layout import rows_of_entries
 from kvstore.storage.items import PutDone, PutItem, PutsDone
-from kvstore.storage.outbox import Outbox
 from kvstore.storage.quotas import Charged
 from kvstore.storage.record_checks import Finding
 from kvstore.storage.renewals import Renewal, lives_as_long
@@ -95,11 +95,11 @@ class Puts:
         self._by_name: dict[Name, _Write | Renewal] = {}  # accepted and not published
         self._on_lane: dict[int, _Write] = {}  # those that a lane writes, by tag
         self.rewriting = 0  # blocks being rewritten
-        self.outbox: Outbox[PutDone] = Outbox()
+        self.completions: CompletionQueue[PutDone] = CompletionQueue()
 
     def accept(self, items: Sequence[PutItem], done: PutsDone) -> None:
-        """Accept puts; each is reported through the outbox, later or at once."""
-        self.outbox.promised += len(items)
+        """Accept puts; each is reported through the completions, later or at once."""
+        self.completions.promised += len(items)
         try:
             stored = self._index.lookup([item[:2] for item in items])
         except StorageError as error:
@@ -124,7 +124,7 @@ class Puts:
 
     def under_way(self, items: Sequence[PutItem], done: PutsDone) -> None:
         """Note blocks that a lane writes; `written` ends each, and it is then reported like any other."""
-        self.outbox.promised += len(items)
+        self.completions.promised += len(items)
         for item in items:
             write = _Write(self._writes, self, item, done, replaces=None)
             self._queue.quotas.charge(write)
@@ -216,7 +216,7 @@ class Puts:
         """Pass the put to another drive that has a block of this name: it may have been acknowledged there."""
         items = list(write.items())
         del self._by_name[write.name]
-        self.outbox.promised -= len(items)
+        self.completions.promised -= len(items)
         other(items)
 
     def rewrite(self, name: Name, entry: Entry, address: int, over: Callable[[KvError | None], None]) -> bool:
@@ -272,7 +272,7 @@ class Puts:
     def _end_rewrite(self, write: _Rewrite) -> None:
         """Continue what waited for it: later puts of its name, and deletions."""
         del self._by_name[write.name]
-        self.outbox.promised -= len(write.followers)
+        self.completions.promised -= len(write.followers)
         for item, done in write.followers:
             self.accept([item], done)
         if write.afterwards:
@@ -318,7 +318,7 @@ class Puts:
         pairs = zip(replacing, before, strict=True)
         replaced = [(write.name, old) for write, old in pairs if old is not None and old == write.replaces]
         if replaced:
-            self._keeping.let_go(rows_of_entries(replaced), Reason.SUPERSEDED)
+            self._keeping.free(rows_of_entries(replaced), Reason.SUPERSEDED)
         self._keeping.published_rows(rows)
 
     def finish(self, records: Sequence[RecordWrite], error: KvError | None) -> None:
@@ -342,7 +342,7 @@ class Puts:
             else:  # the usual case
                 del self._by_name[record.name]
         for callback, results in done.items():
-            self.outbox.add_all(callback, results)
+            self.completions.add_all(callback, results)
 
     def settle_renewed(self) -> None:
         """Report the puts that waited for a later expiry; if the block has gone meanwhile, put it."""
@@ -425,7 +425,7 @@ class Puts:
         self._writes.after_sync(synced)
 
     def _report(self, item: PutItem, done: PutsDone, error: KvError | None) -> None:
-        self.outbox.add(done, PutDone(item.tag, error, max(item.durability, Durability.WRITTEN)))
+        self.completions.add(done, PutDone(item.tag, error, max(item.durability, Durability.WRITTEN)))
 
     def _is_over(self, entry: Entry) -> bool:
         return entry.expires_ms != 0 and entry.expires_ms <= self._clock.wall_ms()

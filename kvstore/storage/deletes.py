@@ -16,10 +16,10 @@ import numpy as np
 from kvstore.durability import Durability
 from kvstore.errors import StorageError
 from kvstore.limits import PAGE_BYTES
+from kvstore.storage.completion_queue import CompletionQueue
 from kvstore.storage.eviction.types import Reason
 from kvstore.storage.index_layout import record_pages
 from kvstore.storage.items import DeleteDone, DeleteItem, DeletesDone
-from kvstore.storage.outbox import Outbox
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,11 +42,11 @@ class Deletes:
         self._writes = writes
         self._keeping = keeping
         self._puts = puts
-        self.outbox: Outbox[DeleteDone] = Outbox()
+        self.completions: CompletionQueue[DeleteDone] = CompletionQueue()
 
     def accept(self, items: Sequence[DeleteItem], done: DeletesDone) -> None:
-        """Accept deletions; each is reported through the outbox."""
-        self.outbox.promised += len(items)
+        """Accept deletions; each is reported through the completions."""
+        self.completions.promised += len(items)
         self._delete([item for item in items if not self._is_deferred(item, done)], done)
 
     def _is_deferred(self, item: DeleteItem, done: DeletesDone) -> bool:
@@ -64,7 +64,7 @@ class Deletes:
                 gone = self._keeping.drop(names, Reason.ERASED, spared=erased)
         except StorageError as error:
             for item in items:
-                self.outbox.add(done, DeleteDone(item.tag, error, found=False))
+                self.completions.add(done, DeleteDone(item.tag, error, found=False))
             return
         synced = any(item.durability is Durability.SYNCED for item in items)
 
@@ -99,4 +99,4 @@ class Deletes:
             )
             for item, was_stored, size_bytes, domain in columns
         ]
-        self.outbox.add_all(done, results)
+        self.completions.add_all(done, results)

@@ -6,7 +6,7 @@ are called only from `poll` (and from `close`, which polls); they may call the s
 Always holds: a block reported as kept is kept as its durability says; a block handed out has a checked header and a CRC
 to check (see `GetDone`); memory of a slot is not touched after its report; everything accepted is reported.
 
-Room is made by eviction (`kvstore.storage.room`), in steps of `poll`, which is called every `TIMER_TICK_MS` as well.
+Space is reclaimed by eviction (`kvstore.storage.reclaim`), in steps of `poll`, which also runs every `TIMER_TICK_MS`.
 
 It asks other drives only which blocks and sessions they have, and reports its own to them (`others`).
 """
@@ -47,9 +47,9 @@ from kvstore.storage.items import GetDone, Statistics
 from kvstore.storage.lending import Lending
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.quotas import QuotaQueue, Quotas
+from kvstore.storage.reclaim import Reclaim
 from kvstore.storage.record_checks import Checks
 from kvstore.storage.renewals import Renewals
-from kvstore.storage.room import Room
 from kvstore.storage.scrubs import Scrubs
 from kvstore.storage.sends import Sends
 from kvstore.storage.session_rewrites import SessionRewrites
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.storage.block_writes import LaneEnd
+    from kvstore.storage.completion_queue import CompletionQueue
     from kvstore.storage.disk import Progress
     from kvstore.storage.eviction.types import Refusal
     from kvstore.storage.folder import NotePlace
@@ -83,7 +84,6 @@ if TYPE_CHECKING:
     )
     from kvstore.storage.lane_ground import Lane
     from kvstore.storage.manifests import SessionName
-    from kvstore.storage.outbox import Outbox
     from kvstore.storage.sends import Send
     from kvstore.storage.volume import Volume
     from kvstore.storage.wipes import Wiped
@@ -119,7 +119,7 @@ class Drive(Handle):
         self.keeping = keeping = Keeping(
             index, self._writes, self._wipes, self._scrubs, self._doubts, volume, clock, policy
         )
-        self._room = Room(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
+        self._room = Reclaim(self._extents, self._traffic, self._writes, self._wipes, keeping, clock)
         capacity_pages = volume.superblock.capacity_bytes // PAGE_BYTES
         self._lending = Lending(capacity_pages, self._extents, self._writes, keeping, self._room)
         self._quota_queue = queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
@@ -146,11 +146,11 @@ class Drive(Handle):
         self._encrypting = Encrypting(
             volume, index, self._extents, self._traffic, self._writes, keeping, self.puts, rewrites, clock
         )
-        self._outboxes: tuple[Outbox[Any], ...] = (
-            self.puts.outbox,
-            self._gets.outbox,
-            self._deletes.outbox,
-            self._sessions.outbox,
+        self._completions: tuple[CompletionQueue[Any], ...] = (
+            self.puts.completions,
+            self._gets.completions,
+            self._deletes.completions,
+            self._sessions.completions,
         )
         self._rebuilt = opened.rebuilt
         self._closed = False
@@ -237,17 +237,17 @@ class Drive(Handle):
     @property
     def puts_left(self) -> int:
         """Return how many puts it would accept now."""
-        return STORE_QUEUED_MAX - self.puts.outbox.promised
+        return STORE_QUEUED_MAX - self.puts.completions.promised
 
     @property
     def deletes_left(self) -> int:
         """Return how many deletions it would accept now."""
-        return DELETES_QUEUED_MAX - self._deletes.outbox.promised
+        return DELETES_QUEUED_MAX - self._deletes.completions.promised
 
     @property
     def sessions_left(self) -> int:
         """Return how many steps of sessions it would accept now."""
-        return SESSIONS_QUEUED_MAX - self._sessions.outbox.promised
+        return SESSIONS_QUEUED_MAX - self._sessions.completions.promised
 
     @property
     def salt(self) -> bytes:
@@ -315,7 +315,7 @@ class Drive(Handle):
     def get(self, items: Sequence[GetItem], done: GetsDone) -> None:
         """Read blocks into slots; `done` is called with each result, a BUSY miss if the queue is full."""
         self._check(items)
-        if self._gets.outbox.promised + len(items) > STORE_QUEUED_MAX:
+        if self._gets.completions.promised + len(items) > STORE_QUEUED_MAX:
             self._gets.refuse(items, done)
         else:
             self._gets.accept(items, done)
@@ -475,8 +475,8 @@ class Drive(Handle):
         self._writes.sync_if_awaited()
         self._traffic.pump()  # the sync that has become due, and what has been freed
         try:
-            for outbox in self._outboxes:
-                outbox.deliver()
+            for queue in self._completions:
+                queue.deliver()
         finally:
             self._wake_if_due()
 
@@ -494,12 +494,12 @@ class Drive(Handle):
             quarantined_bytes=self.keeping.quarantined_bytes,
             doubted=len(self._doubts),
             eviction=self.keeping.core.statistics(),
-            puts_pending=self.puts.outbox.promised,
+            puts_pending=self.puts.completions.promised,
             waiting_for_room=self._writes.waiting,
             waiting_for_quota=len(self._quota_queue),
-            gets_pending=self._gets.outbox.promised + self._sends.blocks,
-            deletes_pending=self._deletes.outbox.promised,
-            sessions_pending=self._sessions.outbox.promised,
+            gets_pending=self._gets.completions.promised + self._sends.blocks,
+            deletes_pending=self._deletes.completions.promised,
+            sessions_pending=self._sessions.completions.promised,
             wipes_pending=self._wipes.pending + self._scrubs.pending,
             drive_queued=self._traffic.queued,
             drive_in_flight=self._traffic.in_flight,
@@ -560,7 +560,7 @@ class Drive(Handle):
 
     def _wake_if_due(self) -> None:
         # Reports are made, and room is made, only from `poll`, so work that needs no drive must trigger it.
-        if self._is_due or any(self._outboxes):
+        if self._is_due or any(self._completions):
             os.eventfd_write(self.fileno(), 1)
 
     def _drain(self) -> None:
@@ -570,7 +570,7 @@ class Drive(Handle):
             self._writes.sync_if_awaited(at_once=True)
             self._traffic.pump()
             under_way = self._traffic.in_flight or self._writes.without_keys
-            if not (under_way or any(self._outboxes) or self._is_due):
+            if not (under_way or any(self._completions) or self._is_due):
                 raise StorageError("The drive is unusable after an earlier exception.")
             ready.poll()
             self.poll()
@@ -584,7 +584,7 @@ class Drive(Handle):
         """Return whether any accepted operation is still pending."""
         if self._writes.without_keys or self._encrypting.is_working:
             return True
-        if self._sessions.slices or any(outbox.promised for outbox in self._outboxes):
+        if self._sessions.slices or any(queue.promised for queue in self._completions):
             return True
         return self._wipes.pending > 0 or self._scrubs.pending > 0 or self._writes.waiting_for_sync > 0
 

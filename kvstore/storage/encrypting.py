@@ -298,7 +298,7 @@ class Encrypting:
             self._add(_Pieces(self, size_bytes, start * PAGE_BYTES, DiskOpKind.WRITE, written))
 
         def written(error: int) -> None:
-            extents.let_go()
+            extents.end_hold()
             sweep.failed += bool(error)
             self._go_on()
 

@@ -9,7 +9,7 @@ Always holds:
   in all its sessions; one that is stored again takes its place again, if the last session it was in has a gap there.
 - Blocks that a session's manifest protects are protected from the opening on, before anything may be evicted.
 
-It decides nothing: the core does, at the request of `kvstore.storage.room`. Other guards last as long as the process.
+It decides nothing: the core does, at the request of `kvstore.storage.reclaim`. Other guards end with the process.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from kvstore.storage.eviction.removals import History
 from kvstore.storage.eviction.types import EVICTION_WORDS, Eviction, Guard, Reason, Record, Watermarks
 from kvstore.storage.index import entries_in
 from kvstore.storage.index_layout import names_in, names_of, record_pages, rows_of_entries
-from kvstore.storage.leaving_blocks import LeavingBlocks
-from kvstore.storage.left_places import LeftPlaces
+from kvstore.storage.pending_overwrites import PendingOverwrites
 from kvstore.storage.session_space import SessionSpace
+from kvstore.storage.stale_extents import StaleExtents
 from kvstore.wire.record import record_bytes, records_begin
 
 if TYPE_CHECKING:
@@ -184,8 +184,8 @@ class Keeping:
         self._writes = writes
         self._wipes = wipes
         self._scrubs = scrubs
-        self.left = LeftPlaces(index, writes, wipes, scrubs)
-        self.leaving = LeavingBlocks(index, self.left, wipes, scrubs)
+        self.left = StaleExtents(index, writes, wipes, scrubs)
+        self.leaving = PendingOverwrites(index, self.left, wipes, scrubs)
         self._doubts = doubts
         self._clock = clock
         self._secret = superblock.secret
@@ -225,7 +225,7 @@ class Keeping:
         sessions = self._history.sessions_of(names_in(rows).tobytes(), len(rows))
         if self._places or sessions is not None:
             self._take_places(rows, sessions or itertools.repeat(0), now_ms)
-        self._tell_placed(rows)
+        self._notify_placed(rows)
 
     def _take_places(self, rows: NDArray[Any], before: Iterable[int], now_ms: int) -> None:
         """Give blocks the places in sessions that the blocks before them had."""
@@ -238,10 +238,10 @@ class Keeping:
             elif session:
                 self._rejoin(name, generation, now_ms)
 
-    def _tell_placed(self, rows: NDArray[Any]) -> None:
+    def _notify_placed(self, rows: NDArray[Any]) -> None:
         if self.placed is not None:
             self.placed(rows)
-        self._tell(rows, None)
+        self._notify(rows, None)
 
     def _rejoin(self, name: Name, generation: int, now_ms: int) -> None:
         """Put a block that was in a session when it was removed into its place again, if there is a gap."""
@@ -252,17 +252,17 @@ class Keeping:
     # Leaving.
 
     def drop(self, names: Sequence[Name], reason: Reason, *, spared: Collection[int] = ()) -> NDArray[Any]:
-        """Remove blocks from the index, then wipe and free them. `spared` is as in `let_go`.
+        """Remove blocks from the index, then wipe and free them. `spared` is as in `free`.
 
         Return the row that each had; one without a generation for those that there were not.
         """
         if self._writes.stopped is not None:
             raise self._writes.stopped_again()
         rows = self._forget(names, spared if reason is Reason.ERASED else None)
-        self.let_go(rows[rows["generation"] > 0], reason, spared=spared)
+        self.free(rows[rows["generation"] > 0], reason, spared=spared)
         return rows
 
-    def let_go(
+    def free(
         self, rows: NDArray[Any], reason: Reason, *, wipe: bool = True, spared: Collection[int] = ()
     ) -> None:
         """Wipe and free blocks that the index no longer has.
@@ -270,7 +270,7 @@ class Keeping:
         Quarantined or erased blocks are overwritten too, except those encrypted with the keys of `spared`. The header
         comes last if a block is in the clear, so that power loss leaves nothing that an erasure would not find.
         """
-        self._tell(rows, reason)
+        self._notify(rows, reason)
         if reason is Reason.SUPERSEDED:  # the next block of the name takes this one's places
             for name, entry in entries_in(rows):
                 self._places[name] = self.core.places(entry.generation)
@@ -305,7 +305,7 @@ class Keeping:
             return
         reasons = np.array(victims.words[_REASON_AT::EVICTION_WORDS], np.uint64)
         for reason in np.unique(reasons).tolist():
-            self._tell(rows[reasons == reason], Reason(reason))
+            self._notify(rows[reasons == reason], Reason(reason))
         self._history.add(names_in(rows).tobytes(), victims)
         self._leave_ground(rows)
 
@@ -330,7 +330,7 @@ class Keeping:
             rows = self._forget([name], spared)
         except StorageError:  # the block will be checked, and missed, again
             return
-        self.let_go(rows, Reason.QUARANTINED, wipe=wipe)
+        self.free(rows, Reason.QUARANTINED, wipe=wipe)
         self.quarantined += 1
 
     def unreadable(self, name: Name, generation: int, *, wipe: bool) -> None:
@@ -357,7 +357,7 @@ class Keeping:
         """Pages of these that belonged to a tenant."""
         return self.leaving.pages[tenant]
 
-    def _tell(self, rows: NDArray[Any], reason: Reason | None) -> None:
+    def _notify(self, rows: NDArray[Any], reason: Reason | None) -> None:
         if self.listener is not None and len(rows):
             self.listener(rows, reason)
 
@@ -390,7 +390,7 @@ class Keeping:
         if guards:
             self._moved[old.generation] = (new.generation, guards)
         self.plain_bytes -= record_bytes(old.length)
-        self._tell_placed(rows_of_entries([(name, new)]))
+        self._notify_placed(rows_of_entries([(name, new)]))
 
     def after_wipes(self, then: Callable[[StorageError | None], None]) -> None:
         """Call back when all that is being wiped is free."""

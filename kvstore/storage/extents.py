@@ -163,10 +163,10 @@ class Extents:
         return pairs[: 2 * found]
 
     def hold(self, start: int, length: int) -> None:
-        """Keep free pages from being allocated, until `let_go`; they stay free."""
+        """Keep free pages from being allocated, until `end_hold`; they stay free."""
         lib.keep_extents_hold(self._kept, start, start + length)
 
-    def let_go(self) -> None:
+    def end_hold(self) -> None:
         """End `hold`."""
         lib.keep_extents_hold(self._kept, 0, 0)
 

@@ -70,14 +70,14 @@ class Lane(Protocol):
 class Lent:
     """Ground that a lane has, or had, until everything on it is published."""
 
-    __slots__ = ("ended", "ground", "is_clear", "left", "place", "told", "until")
+    __slots__ = ("ended", "ground", "is_clear", "left", "place", "reported", "until")
 
     def __init__(self, ground: Ground, place: int) -> None:
         self.ground = ground
         self.until = ground.generation + ground.records
         self.place = place  # of its note
         self.ended: list[RecordWrite] = []  # and not retired
-        self.told = 0  # how many have ended
+        self.reported = 0  # how many have ended
         self.left: int | None = None  # how many have not, once we know that no more begin
         self.is_clear = False  # all earlier ones have ended or are the lane's own, and the lane knows
 
@@ -136,7 +136,7 @@ class LaneGround:
         if state is None:
             self._give_back(lent)
         else:
-            self._hear(state)
+            self._refresh(state)
             if state.next.pages:
                 self._give_back(self.lent[-1])
             # If nothing else lies between two grounds of a lane, it keeps the order on both itself.
@@ -145,11 +145,11 @@ class LaneGround:
         self.lent.append(lent)
         return lent
 
-    def hear(self) -> LaneState:
+    def refresh(self) -> LaneState:
         """Return what the lane has. Pages that it has left are free again."""
         assert self.lane is not None
         state = self.lane.state()
-        self._hear(state)
+        self._refresh(state)
         return state
 
     def seal(self) -> None:
@@ -160,7 +160,7 @@ class LaneGround:
         if state is None:  # its pages stay as they are, and unused, until the next opening
             self.end()
             return
-        in_use = self._hear(state)
+        in_use = self._refresh(state)
         if in_use is not None and in_use.left is None:
             self._take_back(in_use, state.used, state.left)
         for lent in self.lent:
@@ -169,11 +169,11 @@ class LaneGround:
 
     def note_ended(self, ended: Iterable[tuple[RecordWrite, int, int, int]]) -> None:
         """Note the lane's records in the order of their generations, with generation, offset and result of each."""
-        self.hear()
+        self.refresh()
         for record, generation, offset, result in ended:
             lent = next(lent for lent in self.lent if generation < lent.until)
             record.generation, record.offset, record.result = generation, offset, record.size_bytes
-            lent.told += 1
+            lent.reported += 1
             if lent.left is not None:
                 lent.left -= 1
             lent.ended.append(record)
@@ -186,13 +186,13 @@ class LaneGround:
         They are the next in the order of all records: the lane reports none before it is told that all earlier ones are
         complete, and those of its own that ended earlier are published already.
         """
-        self.hear()
+        self.refresh()
         assert not any(lent.ended for lent in self.lent), "earlier records are published first"
         first = 0
         for lent in self.lent:
             until = bisect_left(generations, lent.until)
             assert lent.is_clear or until == first, "the lane waits until earlier records are complete"
-            lent.told += until - first
+            lent.reported += until - first
             if lent.left is not None:
                 lent.left -= until - first
             first = until
@@ -215,7 +215,7 @@ class LaneGround:
         for lent in self.lent:
             lent.left = 0
 
-    def _hear(self, state: LaneState) -> Lent | None:
+    def _refresh(self, state: LaneState) -> Lent | None:
         """Note that the lane has left the ground before the one in use; return the latter, if any."""
         in_use = before = None
         for lent in self.lent:
@@ -231,7 +231,7 @@ class LaneGround:
         self._take_back(lent, 0, lent.ground)
 
     def _take_back(self, lent: Lent, used: int, rest: Ground) -> None:
-        lent.left = used - lent.told
+        lent.left = used - lent.reported
         if rest.pages:
             self._extents.release(rest.page, rest.pages, unwritten=True)
 

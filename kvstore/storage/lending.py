@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvstore.storage.eviction_events import Keeping
     from kvstore.storage.extents import Extents
     from kvstore.storage.lane_ground import Lane
-    from kvstore.storage.room import Room
+    from kvstore.storage.reclaim import Reclaim
     from kvstore.storage.writes import Writes
 
 __all__ = ["Lending"]
@@ -30,7 +30,7 @@ class Lending:
     """What one drive lends."""
 
     def __init__(
-        self, capacity_pages: int, extents: Extents, writes: Writes, keeping: Keeping, room: Room
+        self, capacity_pages: int, extents: Extents, writes: Writes, keeping: Keeping, room: Reclaim
     ) -> None:
         self._capacity_pages = capacity_pages
         self._extents = extents
@@ -52,20 +52,20 @@ class Lending:
         if not self._lend():
             self._room.step()
             self._lend()
-        self._tell_lane()
+        self._update_lane()
 
     def go_on(self) -> None:
         """Lend what the lane waits for, if there is any now."""
         if self._is_awaited:
             self._lend()
-            self._tell_lane()
+            self._update_lane()
 
     def seal(self) -> None:
         """Take back what the lane has not used."""
         self._is_awaited, self._writes.lane_pages = False, 0
         self._writes.ground.seal()
 
-    def _tell_lane(self) -> None:
+    def _update_lane(self) -> None:
         """Tell the lane whether blocks should wait: only now, because making room may have changed that."""
         if self._writes.ground.lane is not None:
             self._writes.ground.lane.expect(ground=self._will_come)
@@ -77,7 +77,7 @@ class Lending:
             return True
         writes.lane_pages = 0
         is_lent, will_come = True, writes.may_lend
-        state = writes.ground.hear()
+        state = writes.ground.refresh()
         if will_come and (not state.next.pages or state.next.pages < state.wanted_pages):
             record_pages = state.wanted_pages or self._record_pages
             pages = lent_pages(self._capacity_pages, self._extents.free_pages, record_pages)

@@ -8,7 +8,7 @@ overwritten. It may be in use again by then, so an opening overwrites only those
 last: without them a scan would not find what an opening interrupted by power loss has left.
 
 What it doesn't do: survive the loss of the index, as after a power failure. A scan for a new one finds places by their
-headers, which are overwritten last (`kvstore.storage.left_places`).
+headers, which are overwritten last (`kvstore.storage.stale_extents`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Returns quarantined extents to use by overwriting them with zeros.
 
 Always holds: an extent arrives here after all reads of it have ended, and after its header is wiped, except erased
-blocks and the old places of blocks being encrypted (`kvstore.storage.left_places`). It is free once the drive
+blocks and the old places of blocks being encrypted (`kvstore.storage.stale_extents`). It is free once the drive
 has written all of it without an error, which is also when a drive replaces a bad sector. After an error it stays out of
 use, and is charged to its tenant (`kvstore.storage.eviction_events`), until the store is reopened: the error is not
 remembered beyond the process, and the next put there tries the drive again. One piece of a drive is written at a time,
@@ -87,12 +87,12 @@ class Scrubs:
         self._closed = True
         begun = [self._waiting.popleft()] if self._waiting else []
         left, self._waiting = self._waiting, deque(begun)
-        self._tell(left)
+        self._fail(left)
 
     def _begin_next(self) -> None:
         if self.has_ended:
             left, self._waiting = self._waiting, deque()
-            self._tell(left)
+            self._fail(left)
         while self._waiting:
             first = self._waiting[0]
             if isinstance(first, _Scrub):
@@ -102,7 +102,7 @@ class Scrubs:
             error = ReadOnly("The drive could not overwrite all that was erased.") if self._failed else None
             first(error)
 
-    def _tell(self, left: Iterable[_Scrub | Then]) -> None:
+    def _fail(self, left: Iterable[_Scrub | Then]) -> None:
         for one in left:
             if isinstance(one, _Scrub):
                 one.written(False)

@@ -51,7 +51,7 @@ class Send:
         if self._start():
             self.sends.begun(self)
             return Elsewhere.BEGUN
-        self.sends.let_go(self)
+        self.sends.release(self)
         return None
 
     def end(self, result: int) -> None:
@@ -86,14 +86,14 @@ class Sends:
         """Note that the drive is done with them."""
         del self._begun[send.tag]
         self._traffic.ended(send.tag)
-        self.let_go(send)
+        self.release(send)
 
     def close(self) -> None:
         """End all sends: the readers are closed, so the drive is done with them."""
         for send in list(self._begun.values()):
             self.over(send)
 
-    def let_go(self, send: Send) -> None:
+    def release(self, send: Send) -> None:
         """Release their extents."""
         self.blocks -= len(send.entries)
         self._extents.unpin_all([entry.offset // PAGE_BYTES for entry in send.entries])

@@ -3,7 +3,7 @@
 Always holds: records that a change replaces or gives up are wiped when no power loss can bring back what names them; a
 removed session's manifests, older ones too, are wiped at once. An erased session's are overwritten, and so are the
 chunks that only it named, those of earlier changes that still wait included: payloads first, headers when that
-survives power loss (`kvstore.storage.left_places`). Until then the index lists them (`kvstore.storage.manifests`).
+survives power loss (`kvstore.storage.stale_extents`). Until then the index lists them (`kvstore.storage.manifests`).
 
 It doesn't find records wiped earlier: their payloads stay in free pages until something else is written there.
 """

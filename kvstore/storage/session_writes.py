@@ -48,13 +48,13 @@ from kvstore.limits import (
     TENANT_BYTES,
     USER_BYTES,
 )
+from kvstore.storage.completion_queue import CompletionQueue
 from kvstore.storage.deadlines import Deadlines
 from kvstore.storage.eviction.types import Reason
 from kvstore.storage.items import SessionDone, SessionItem, SessionStep
 from kvstore.storage.labels import is_sealed_label
 from kvstore.storage.manifest_growth import appended, longer, refuse_longer
 from kvstore.storage.manifests import Stored
-from kvstore.storage.outbox import Outbox
 from kvstore.storage.session_places import SessionPlaces
 from kvstore.storage.session_space import Claim
 from kvstore.storage.session_steps import Step, StepRecord
@@ -122,12 +122,12 @@ class Sessions:
         self._doubtful: set[SessionName] = set()  # not in the index, but a record may be on the drive
         self._steps: dict[SessionName, deque[Step]] = {}  # the first of each is under way
         self._places = SessionPlaces(writes, wipes, index, keeping)
-        self.outbox: Outbox[SessionDone] = Outbox()
+        self.completions: CompletionQueue[SessionDone] = CompletionQueue()
         self.slices = Slices()
 
     def accept(self, items: Sequence[SessionItem], done: SessionsDone) -> None:
-        """Accept steps; each is reported through the outbox."""
-        self.outbox.promised += len(items)
+        """Accept steps; each is reported through the completions."""
+        self.completions.promised += len(items)
         for item in items:
             waiting = self._steps.setdefault(item.name, deque())
             waiting.append(Step(item, done))
@@ -258,7 +258,7 @@ class Sessions:
             SessionItem(step.item.name, SessionStep.EXPIRE, step.item.durability, 0, epoch=step.item.epoch),
             _nobody,
         )
-        self.outbox.promised += 1
+        self.completions.promised += 1
         self._steps[step.item.name].appendleft(removal)
         self._begin(removal)
 
@@ -558,7 +558,7 @@ class Sessions:
             self._doubtful.discard(step.item.name)
         blocks = step.manifest.blocks if step.manifest is not None and error is None else 0
         done = SessionDone(step.item.tag, error, blocks, step.unreferenced)
-        self.outbox.add(step.done, done)
+        self.completions.add(step.done, done)
 
 
 def _without_references(manifests: Manifests, names: Sequence[Name]) -> list[Name]:

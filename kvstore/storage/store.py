@@ -418,11 +418,11 @@ class Store(Handle):
         try:
             for drive in self.drives:
                 drive.poll()
-            self._deletions.outbox.deliver()
-            self._steps.outbox.deliver()
+            self._deletions.completions.deliver()
+            self._steps.completions.deliver()
         finally:
             if (
-                self._deletions.outbox or self._steps.outbox
+                self._deletions.completions or self._steps.completions
             ):  # a callback raised, and others have not been called
                 os.eventfd_write(self.drives[0].fileno(), 1)
 
@@ -447,8 +447,8 @@ class Store(Handle):
         }
         total["clear_why"] = next((one.clear_why for one in each if one.clear_why), "")
         total["eviction"] = together([one.eviction for one in each])
-        total["deletes_pending"] = self._deletions.outbox.promised  # not one for each drive
-        total["sessions_pending"] = self._steps.outbox.promised
+        total["deletes_pending"] = self._deletions.completions.promised  # not one for each drive
+        total["sessions_pending"] = self._steps.completions.promised
         return Statistics(**total)
 
     def drive_states(self) -> list[DriveState]:
@@ -480,7 +480,7 @@ class Store(Handle):
 
     def _drain(self) -> None:
         """Complete operations that involve several drives."""
-        while self._deletions.outbox.promised or self._steps.outbox.promised:
+        while self._deletions.completions.promised or self._steps.completions.promised:
             if not any(drive.is_busy for drive in self.drives):
                 raise StorageError("The store is unusable after an earlier exception.")
             self._ready.poll()

@@ -39,7 +39,7 @@ class Seal:
         return cls(secrets.token_bytes(SECRET_BYTES))
 
     @property
-    def told(self) -> bytes:
+    def secret(self) -> bytes:
         """The secret sent to the other end."""
         return self._secret
 

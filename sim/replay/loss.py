@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
     Integers = npt.NDArray[np.int64]
 
-__all__ = ["Losses", "Phase", "Told", "lose"]
+__all__ = ["LossReport", "Losses", "Phase", "lose"]
 
 _WHEN = 1 / 3  # of the run is over when it happens
 _HEALED = 0.1  # of the gets that missed at first still miss
@@ -81,7 +81,7 @@ class Phase(NamedTuple):
     get_p999_s: float
 
 
-class Told(NamedTuple):
+class LossReport(NamedTuple):
     """The result."""
 
     duration_s: float
@@ -105,7 +105,7 @@ class _Asked(NamedTuple):
     first: npt.NDArray[np.bool_]
 
 
-def lose(model: Model, cluster: Cluster, losses: Losses) -> Told:
+def lose(model: Model, cluster: Cluster, losses: Losses) -> LossReport:
     """Run it."""
     broken = losses.nodes + losses.drives + losses.slow_nodes
     if broken > cluster.nodes - (losses.nodes > 0):
@@ -138,7 +138,7 @@ def lose(model: Model, cluster: Cluster, losses: Losses) -> Told:
     share = float((lost_nodes | lost_drives).mean())
     bins = np.bincount((arrival_s / duration_s * _BINS).astype(int), minlength=_BINS)
     again = np.bincount((arrival_s[first] / duration_s * _BINS).astype(int), minlength=_BINS)
-    return Told(
+    return LossReport(
         duration_s,
         when_s,
         _healed_s(arrival_s[missed], when_s, duration_s, share * bins.astype(np.float64)),

@@ -13,7 +13,7 @@ from sim.svg import bytes_label, seconds_label
 if TYPE_CHECKING:
     import argparse
 
-    from sim.replay.loss import Told
+    from sim.replay.loss import LossReport
 
 __all__ = ["run_loss"]
 
@@ -34,12 +34,12 @@ def run_loss(arguments: argparse.Namespace) -> str:
         deadline_s=arguments.deadline_s,
         seed=arguments.seed,
     )
-    told = lose(model_of(arguments), cluster, losses)
+    report = lose(model_of(arguments), cluster, losses)
     if arguments.as_json:
-        phases = [phase._asdict() for phase in told.phases]
-        return as_json(told._asdict() | {"phases": phases, "losses": asdict(losses)})
+        phases = [phase._asdict() for phase in report.phases]
+        return as_json(report._asdict() | {"phases": phases, "losses": asdict(losses)})
     if arguments.as_csv:
-        return as_csv(Phase._fields, told.phases)
+        return as_csv(Phase._fields, report.phases)
     rows = [
         (
             phase.name,
@@ -47,16 +47,16 @@ def run_loss(arguments: argparse.Namespace) -> str:
             f"{100 * phase.hit_rate:.2f} %",
             *(seconds_label(one) for one in (phase.get_p50_s, phase.get_p99_s, phase.get_p999_s)),
         )
-        for phase in told.phases
+        for phase in report.phases
     ]
     head = ("", "gets", "hits", "get p50", "p99", "p99.9")
-    return f"{_about(losses, cluster.nodes, told)}\n\n{table(head, rows, left=(0,))}\n\n{_after(told)}"
+    return f"{_about(losses, cluster.nodes, report)}\n\n{table(head, rows, left=(0,))}\n\n{_after(report)}"
 
 
-def _about(losses: Losses, nodes: int, told: Told) -> str:
+def _about(losses: Losses, nodes: int, report: LossReport) -> str:
     about = (
         f"{losses.nodes} of {nodes:,} nodes and {losses.drives} drives of others are lost after"
-        f" {seconds_label(told.lost_at_s)} of {seconds_label(told.duration_s)}; the nodes are off the list"
+        f" {seconds_label(report.lost_at_s)} of {seconds_label(report.duration_s)}; the nodes are off the list"
         f" {seconds_label(losses.noticed_s)} later."
     )
     if losses.slow_nodes:
@@ -64,18 +64,18 @@ def _about(losses: Losses, nodes: int, told: Told) -> str:
     return about
 
 
-def _after(told: Told) -> str:
+def _after(report: LossReport) -> str:
     healed = (
         "To the end of this run more than a tenth as many gets missed as at first"
-        if told.healed_s is None
-        else f"From {seconds_label(told.healed_s)} after it on a tenth as many gets miss as at first, or fewer"
+        if report.healed_s is None
+        else f"From {seconds_label(report.healed_s)} after it on a tenth as many gets miss as at first, or fewer"
     )
     return (
-        f"{100 * told.lost_share:.2f} % of the users had KV there. {healed}.\n"
-        f"Computed again in {told.gpu_s:,.0f} GPU seconds; {bytes_label(told.put_again_bytes)} put again, at most"
-        f" {bytes_label(told.put_again_most_bytes_per_s)}/s.\n"
-        f"Users are hashed: the fullest node has {told.fullest:.2f} times the mean number, and the busiest drives or"
-        f" links have work for {100 * told.busiest:.0f} % of the time.\n"
+        f"{100 * report.lost_share:.2f} % of the users had KV there. {healed}.\n"
+        f"Computed again in {report.gpu_s:,.0f} GPU seconds; {bytes_label(report.put_again_bytes)} put again, at most"
+        f" {bytes_label(report.put_again_most_bytes_per_s)}/s.\n"
+        f"Users are hashed: the fullest node has {report.fullest:.2f} times the mean number, and the busiest drives or"
+        f" links have work for {100 * report.busiest:.0f} % of the time.\n"
         "A drive holds a page of nearly every block of its node: its loss is that of all KV there, not of its share.\n"
         "Nothing is copied between nodes: after a miss the prompt is recomputed."
     )

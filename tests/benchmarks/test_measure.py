@@ -108,7 +108,7 @@ def test_cold_gets_are_read_from_the_drive_and_hot_ones_from_memory(tmp_path: Pa
 
         def read() -> int:
             """Blocks that had to be read from the drive."""
-            node.call(lambda one: one.take_note())  # it is told of the last ones a moment later
+            node.call(lambda one: one.catch_up())  # it is told of the last ones a moment later
             return int(node.call(lambda one: one.counters.hits_drive))
 
         path.put(16)

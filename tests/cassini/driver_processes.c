@@ -18,7 +18,7 @@ static void say_to(int channel, const void *what, size_t bytes)
 	HOLDS(write(channel, what, bytes) == (ssize_t)bytes);
 }
 
-static void hear_from(int channel, void *what, size_t bytes)
+static void receive_from(int channel, void *what, size_t bytes)
 {
 	HOLDS(read(channel, what, bytes) == (ssize_t)bytes);
 }
@@ -45,11 +45,11 @@ static pid_t child_new(int *channel)
 	target.key = side.key;
 	say_to(pair[1], &target, sizeof target);
 	/* From here on the target sits in a read: only its NIC is there to take the bytes. */
-	hear_from(pair[1], &go, 1);
+	receive_from(pair[1], &go, 1);
 	for (size_t i = 0; i < MEMORY_BYTES; i++)
 		sum += side.memory[i];
 	say_to(pair[1], &sum, sizeof sum);
-	hear_from(pair[1], &go, 1);
+	receive_from(pair[1], &go, 1);
 	side_close(&side);
 	exit(0);
 }
@@ -61,7 +61,7 @@ static void one_process_puts_into_another(void)
 	uint64_t wanted = 0, sum;
 	int channel, how;
 	pid_t child = child_new(&channel);
-	hear_from(channel, &target, sizeof target);
+	receive_from(channel, &target, sizeof target);
 	side_open(&from);
 	meet(&from, target.address);
 	for (size_t i = 0; i < MEMORY_BYTES; i++)
@@ -72,7 +72,7 @@ static void one_process_puts_into_another(void)
 	ring(trigger, 1);
 	BECOMES(fi_cntr_read(end) == 1);
 	say_to(channel, "", 1);
-	hear_from(channel, &sum, sizeof sum);
+	receive_from(channel, &sum, sizeof sum);
 	HOLDS(sum == wanted);
 	say_to(channel, "", 1);
 	HOLDS(waitpid(child, &how, 0) == child && how == 0);
@@ -89,7 +89,7 @@ static void operations_to_a_dead_process_fail(void)
 	void *context;
 	int channel;
 	pid_t child = child_new(&channel);
-	hear_from(channel, &target, sizeof target);
+	receive_from(channel, &target, sizeof target);
 	setenv("SOFT_CASSINI_UNREACHABLE_MS", "200", 1);
 	side_open(&from);
 	meet(&from, target.address);
@@ -128,7 +128,7 @@ static void another_process_can_ring_a_doorbell(void)
 			off_t offset;
 		} page;
 		close(channel[0]);
-		hear_from(channel[1], &page, sizeof page);
+		receive_from(channel[1], &page, sizeof page);
 		snprintf(path, sizeof path, "/proc/%d/fd/%d", getppid(), page.fd);
 		FILE *file = fopen(path, "r+");
 		HOLDS(file);

@@ -69,7 +69,7 @@ class Relay:
         node = SocketAddress.of(told)
         self._node = (str(node.ip), node.port)
         self._listener = socket.create_server((self._node[0], 0))
-        self.told = SocketAddress(node.ip, self._listener.getsockname()[1]).told
+        self.told = SocketAddress(node.ip, self._listener.getsockname()[1]).encoded
         self._pairs: list[_Pair] = []
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()

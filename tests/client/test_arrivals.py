@@ -305,7 +305,7 @@ def test_a_replaced_arrival_ends_when_nothing_writes_into_its_memory_any_more(
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive(), "its gets may still come"
-    drive.let_go()
+    drive.release()
     assert second.whole().is_whole
     waiting.join(WAIT_S)
     assert came[0].is_whole

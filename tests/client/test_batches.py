@@ -16,7 +16,7 @@ from kvstore.limits import BATCH_BLOCKS_MAX, HOT_BYTES_MIN
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key, layout_fingerprint
 from kvstore.node import batches_service, inline
-from kvstore.node.fair import Shares
+from kvstore.node.fair_queue import Shares
 from kvstore.wire import batches_pb2 as pb
 from kvstore.wire import batches_pb2_grpc, kvstore_pb2
 from tests.conftest import small_client

@@ -79,7 +79,7 @@ def test_a_get_past_its_deadline_fails_by_itself(
     outcomes = rig.client.get([rig.wanted(block) for block in blocks], timeout_s=SHORT_S)
     assert all(map(is_away, outcomes))
     assert rig.client._core.link is before
-    assert drive.let_go() == 4
+    assert drive.release() == 4
     rig.flags[0].store(10)
     (result,) = armed.wait(WAIT_S)
     assert result.error is None
@@ -278,7 +278,7 @@ def test_a_region_is_busy_while_a_get_may_write_to_it(node: NodeInProcess, rig: 
     get = rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S)
     with pytest.raises(RegionBusy):
         rig.to_region.close()
-    drive.let_go()
+    drive.release()
     assert get.wait() == [Hit(block.key)]
     rig.to_region.close()
     rig.target.close()  # nobody keeps it
@@ -289,7 +289,7 @@ def test_a_region_is_free_after_a_get_ends_in_any_way(node: NodeInProcess, rig: 
     put(rig, [block])
     drive = HeldDrive(node)
     assert is_away(rig.client.get([rig.wanted(block)], timeout_s=SHORT_S)[0])
-    drive.let_go()
+    drive.release()
     rig.client.get([rig.wanted(rig.block(5))], timeout_s=WAIT_S)  # a miss
     rig.client.get([rig.wanted(block)] * 3, timeout_s=WAIT_S)
     rig.to_region.close()
@@ -313,7 +313,7 @@ def test_the_first_blocks_can_be_waited_for_while_the_others_are_still_read(
     get = rig.client.getting([rig.wanted(hot), rig.wanted(cold)], timeout_s=WAIT_S)
     wait_until(lambda: drive.waiting() == 1, "the drive is asked")
     assert get.wait(1) == [Hit(hot.key)]
-    drive.let_go()
+    drive.release()
     assert get.wait(2) == get.wait() == [Hit(hot.key), Hit(cold.key)]
 
 
@@ -347,7 +347,7 @@ def test_closing_the_client_ends_a_get_and_nothing_arrives_afterwards(node: Node
     get = rig.client.getting([rig.wanted(block)], timeout_s=WAIT_S)
     rig.close()
     assert is_away(get.wait()[0])
-    drive.let_go()
+    drive.release()
     node.call(lambda _: None)
     assert untouched(rig)
     rig.target.close()  # nobody keeps it
@@ -364,7 +364,7 @@ def test_blocks_read_for_a_client_that_has_closed_are_not_sent(node: NodeInProce
     assert is_away(get.wait()[0])
     wait_until(lambda: node.call(len) == 0, "the node knows that its client has gone")
     found = node.call(lambda inside: inside.counters.hits_drive)
-    drive.let_go()
+    drive.release()
     wait_until(lambda: node.call(lambda inside: not inside.fetches._under_way), "the block has been read")
     assert node.call(lambda inside: inside.counters.hits_drive) == found, "and nobody has got it"
     wait_until(
@@ -385,7 +385,7 @@ def test_a_region_is_busy_while_a_resume_is_under_way(node: NodeInProcess, rig: 
     ) as back:
         with pytest.raises(RegionBusy):
             rig.to_region.close()
-        drive.let_go()
+        drive.release()
         assert back.whole().is_whole
         rig.to_region.close()
 
@@ -403,7 +403,7 @@ def test_memory_registered_with_several_nodes_stays_registered_where_it_is_busy(
         with pytest.raises(RegionBusy):
             memory.close()
         assert idle.handle is None
-        drive.let_go()
+        drive.release()
         assert get.wait() == [Hit(block.key)]
         memory.close()
         assert busy.handle is None
@@ -428,7 +428,7 @@ def test_a_get_whose_fabric_hangs_ends_and_its_memory_stays_allocated(
     assert is_away(get.wait()[0])
     with pytest.raises(RegionBusy):
         rig.to_region.close()
-    drive.let_go()
+    drive.release()
     link.endpoint.close()
 
 
@@ -442,7 +442,7 @@ def test_memory_without_other_references_lives_as_long_as_its_region(
     get = rig.client.getting([Block(block.key, region, 0, block.length)], timeout_s=WAIT_S)
     gc.collect()
     others = [bytearray(MIB) for _ in range(8)]  # they would be where it was
-    drive.let_go()
+    drive.release()
     assert get.wait() == [Hit(block.key)]
     assert ctypes.string_at(region.address, block.length) == rig.source[: block.length]
     assert not any(map(any, others))

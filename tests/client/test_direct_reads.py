@@ -252,7 +252,7 @@ def test_clients_that_come_and_go_leave_no_log(tmp_path: Path) -> None:
                 assert get(rig, [block]) == [Hit(block.key)]
                 assert direct(rig).blocks == 1
             wait_until(lambda: not node.call(lambda inside: inside.connections), "its connection is closed")
-            node.call(lambda inside: inside.take_note())
+            node.call(lambda inside: inside.catch_up())
             assert node.call(lambda inside: vars(inside.sharing)["_desks"]) == {}
 
 

@@ -277,7 +277,7 @@ def test_an_invalid_put_in_a_slot_ends_only_its_connection(node: NodeInProcess) 
 
     def slot_of(inside: Node) -> tuple[int, int]:
         area = inside.granted._areas[link.number]
-        return area.told.flags + 8, area.told.key
+        return area.description.flags + 8, area.description.key
 
     target, key = node.call(slot_of)
     due = node.call(lambda inside: inside.granted._areas[link.number].area.first_generation)

@@ -95,7 +95,7 @@ def test_a_host_name_without_an_address_is_an_absent_node(fabric: Fabric) -> Non
         side.open_endpoint(fabric, TIMEOUT_S)
 
 
-GOOD = SocketAddress(ip_of("127.0.0.1"), 7071).told
+GOOD = SocketAddress(ip_of("127.0.0.1"), 7071).encoded
 
 
 @pytest.mark.parametrize("family", [0, 1, 40])
@@ -113,7 +113,7 @@ def test_a_nodes_fabric_address_has_the_length_of_its_family(fabric: Fabric, tol
 @pytest.mark.parametrize("ip", ["0.0.0.0", "::", "224.0.0.1", "fe80::1"])
 def test_the_fabric_address_of_a_node_is_reachable(fabric: Fabric, ip: str) -> None:
     with pytest.raises(ProtocolError, match="give it a --fabric-address"):
-        OwnSide.add_peer(fabric, SocketAddress(ip_of(ip), 7071).told)
+        OwnSide.add_peer(fabric, SocketAddress(ip_of(ip), 7071).encoded)
 
 
 def test_a_client_that_used_another_of_its_addresses_attaches_from_the_one_the_node_saw(

@@ -126,7 +126,7 @@ def test_pieces_belong_to_the_caller_again_after_a_timeout(
     assert all(map(is_away, outcomes))
     for region in back.regions:  # nothing holds them
         region.close()
-    assert drive.let_go() == 16
+    assert drive.release() == 16
     assert pages_of(back) == before, "what came late came into nobody's memory"
     assert rig.client._core.link is link
     again = Pool(rig.client, layers, count, PAGE)
@@ -149,7 +149,7 @@ def test_a_region_is_busy_while_a_get_may_scatter_into_it(
     wait_until(lambda: any(not region._is_idle() for region in back.regions), "the get")
     with pytest.raises(KvError, match="wait for its puts and gets"):
         back.regions[3].close()
-    drive.let_go()
+    drive.release()
     getting.join(WAIT_S)
     assert outcomes == [Hit(block.key)]
     assert back.page(2) == pool.page(0)
@@ -167,7 +167,7 @@ def test_slabs_are_reused_and_bounded(rig: ClientWithBuffers) -> None:
     again = [slabs.take(SLAB_BYTES) for _ in range(SLABS_KEPT + 3)]
     assert taken[0].region not in [one.region for one in again]
     assert sum(one in taken for one in again) == SLABS_KEPT
-    taken[0].region._let_go()
+    taken[0].region._release()
     large = slabs.take(SLAB_BYTES + 1)
     slabs.give_back(large)
     assert large.region.handle is None, "one of another size is not kept"

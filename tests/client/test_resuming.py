@@ -76,7 +76,7 @@ def test_the_first_layer_is_usable_before_the_last_is_read(here: NodeInProcess) 
         assert back.wait_layer(0)
         assert rig.has(range(0, 10 * LAYERS, LAYERS))
         assert not rig.has([1])
-        assert drive.let_go() == 10 * (LAYERS - 1), "the drive had read nothing of the other layers"
+        assert drive.release() == 10 * (LAYERS - 1), "the drive had read nothing of the other layers"
         assert all(back.wait_layer(layer) for layer in range(LAYERS))
         assert back.whole().is_whole
     assert rig.has(range(10 * LAYERS))

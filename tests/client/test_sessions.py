@@ -428,7 +428,7 @@ def hot(node: NodeInProcess) -> tuple[int, int]:
     """The blocks in hot memory, and the number of hits there."""
 
     def told(inside: Node) -> tuple[int, int]:
-        inside.take_note()  # what the C core has answered
+        inside.catch_up()  # what the C core has answered
         statistics = inside.hot.pages.statistics()
         return statistics.kept, statistics.found
 

@@ -25,7 +25,7 @@ from kvstore.durability import Durability
 from kvstore.errors import Corrupt, FabricError, KvError
 from kvstore.limits import GRANTED_PUTS, GRANTED_SLOTS, PAGE_BYTES, SHARE_REST_MS
 from kvstore.node import same_machine
-from kvstore.node.fair import Places
+from kvstore.node.fair_queue import Places
 from kvstore.node.shared_slots import SharedSlots
 from kvstore.wire.ack import ack_word
 from kvstore.wire.sharing import HAS_SLOTS
@@ -508,7 +508,7 @@ def test_memory_of_a_closed_client_is_its_own_again(inner: NodeInProcess) -> Non
 
 
 def flags_seen(node: NodeInProcess) -> list[bool]:
-    node.call(lambda node: node.take_note())
+    node.call(lambda node: node.catch_up())
     seen: list[bool] = node.call(lambda node: [put.flag_ns > 0 for put in node.timings.puts.values()])
     return seen
 

@@ -319,7 +319,7 @@ class Process:
         ends: Ends[DeleteDone] = Ends(1)
         service: Any = SimpleNamespace(_node=self.node)
         BlocksService._delete(service, [DeleteItem(*name, 1, 0)], ends)  # type: ignore[arg-type]
-        digest = self.membership.told_digest
+        digest = self.membership.reported_digest
         await ends.all()
         return digest, self.member.name
 

@@ -225,7 +225,7 @@ class Caller:
     def is_told(self) -> None:
         had_ended = self.places.has_ended
         results = self.results()
-        self.places.note_told(results)
+        self.places.note_results(results)
         for at, result in enumerate(results):
             if result.error is None:
                 there = [node for node in NODES if at in self.world.stored[node]]

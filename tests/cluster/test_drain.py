@@ -18,7 +18,7 @@ from grpc.aio import AioRpcError
 from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.commands.cluster_command import _as_numbers, _upkeep_lines
 from kvstore.errors import NodeUnavailable
-from kvstore.node.cluster_service import _told
+from kvstore.node.cluster_service import _map_response
 from kvstore.node.metrics import _of_upkeep
 from kvstore.node.upkeep import Found, Upkeep
 from kvstore.node.upkeep_service import UpkeepService
@@ -179,7 +179,7 @@ def test_a_node_reports_counts_only_of_a_full_scan_under_the_current_map() -> No
     ):
         upkeep.ended = Found(one_copy=5, ended_ns=2_000_000_000)
         assert (upkeep.known is not None) == is_known
-        state = _told(membership, upkeep, Map(0), Map(0), "").upkeep
+        state = _map_response(membership, upkeep, Map(0), Map(0), "").upkeep
         assert (state.unknown, state.one_copy) == (not is_known, 5 if is_known else 0)
         assert state.age_ms == (7_000 if is_known else 0)
         (metric,) = [one for one in _of_upkeep(upkeep) if one.name == "kvstore_cluster_one_copy_blocks"]

@@ -20,7 +20,7 @@ from kvstore.cluster.etcd import EtcdAway
 from kvstore.cluster.map import DRAINING, Map, Member, lots_record
 from kvstore.limits import UPKEEP_EVERY_MS
 from kvstore.node import upkeep
-from kvstore.node.cluster_service import _told
+from kvstore.node.cluster_service import _map_response
 from tests.cluster.reports import all_copies_are_made, members_are
 from tests.cluster.simulated import FakeEtcd, run
 from tests.cluster.simulated_nodes import CLIENT, TENANTS, Network, Process, Store, all_of
@@ -440,5 +440,5 @@ def test_when_all_nodes_report_no_single_copies_any_node_may_be_lost(seed: int) 
 
 def are_safe(nodes: Sequence[Process]) -> bool:
     """Whether the nodes' reports show all members, and two copies of every block."""
-    reports = [_told(one.membership, one.upkeep, one.membership.map, Map(0), "") for one in nodes]
+    reports = [_map_response(one.membership, one.upkeep, one.membership.map, Map(0), "") for one in nodes]
     return members_are(reports, [one.member.node for one in nodes]) and all_copies_are_made(reports)

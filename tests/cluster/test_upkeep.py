@@ -24,7 +24,7 @@ from kvstore.limits import UPKEEP_ASKED_BLOCKS, UPKEEP_WAITED_BLOCKS_MAX, UPKEEP
 from kvstore.names import SHARED, block_key
 from kvstore.node.copy_eligibility import CopyEligibility
 from kvstore.node.tenants import token_digest
-from kvstore.node.upkeep import Block, Pace, Upkeep, lacking
+from kvstore.node.upkeep import Block, ByteRate, Upkeep, lacking
 from kvstore.node.upkeep_service import Waited
 from kvstore.reach import token_of
 from kvstore.storage.index import Entry
@@ -344,14 +344,14 @@ def test_a_deletion_is_sent_twice_and_not_acknowledged_if_maps_differ(
 ) -> None:
     (key,) = pair.put(1)
     passes: list[set[int]] = []
-    delete = BlockCalls.delete_told
+    delete = BlockCalls.delete_detailed
 
     def noted(self: BlockCalls, *keys: Any, **more: Any) -> Deleted:
         answer = delete(self, *keys, **more)
         passes.append(answer.digests)
         return answer
 
-    monkeypatch.setattr(BlockCalls, "delete_told", noted)
+    monkeypatch.setattr(BlockCalls, "delete_detailed", noted)
     now = pair.client.nodes.map
     assert pair.client.delete([key]) == [True]
     assert passes == [{now.digest}] * 4, "two nodes, twice"
@@ -551,7 +551,7 @@ def test_waits_are_bounded_in_number_and_time() -> None:
 def test_the_rate_of_copies_is_bounded() -> None:
     async def doing() -> None:
         loop = asyncio.get_running_loop()
-        pace, began_s = Pace(1000), loop.time()
+        pace, began_s = ByteRate(1000), loop.time()
         await asyncio.gather(*(pace.wait(500) for _ in range(8)))
         assert loop.time() - began_s == pytest.approx(4)
         await asyncio.sleep(60)

@@ -107,7 +107,7 @@ def test_steps_save_from_a_device_and_load_into_it(monkeypatch: pytest.MonkeyPat
         def are_stored() -> bool:
             one.begin_step(Plan())
             one.end_step()
-            told = one.told()
+            told = one.take_report()
             stored.update(told.stored if told is not None else {})
             return len(stored) == len(saved)
 

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from kvstore.client import Client
 from kvstore.client.link import Link
 from kvstore.engines.vllm import tier, tiering_connector
-from kvstore.engines.vllm.model_hints import Engine, tell_adapter
+from kvstore.engines.vllm.model_hints import Engine, record_adapter
 from kvstore.engines.vllm.settings import ENGINE
 from kvstore.engines.vllm.tier import TriggerKvTier
 from kvstore.engines.vllm.tiering_connector import TriggerKvTieringConnector
@@ -65,7 +65,7 @@ class Tier:
 
     def request(self, name: str = "r", lora: Any = None) -> ReqContext:
         context = ReqContext(name)
-        tell_adapter([self.told], Fake(request_id=name, lora_request=lora))
+        record_adapter([self.told], Fake(request_id=name, lora_request=lora))
         self.tier.on_new_request(context)
         return context
 

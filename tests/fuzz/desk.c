@@ -42,7 +42,7 @@ static struct work *reading[BLOCKS];
 static uint32_t readings;
 static uint32_t taken, fired, answers;
 static uint64_t place; /* of the call */
-static int spoilt, told_where;
+static int spoilt, located;
 
 static uint8_t names_there[BLOCKS][NAME_BYTES];
 
@@ -56,7 +56,7 @@ static void must(int holds)
 static int key_there(const struct work *work)
 {
 	const struct served *served = work->served;
-	const char *rows = (const char *)(served->rest + served->told.blocks) + served->told.metadata_bytes;
+	const char *rows = (const char *)(served->rest + served->head.blocks) + served->head.metadata_bytes;
 	const struct tk_cold_row *row = (const void *)(rows + sizeof(struct tk_cold_head) + work->op.row * sizeof *row);
 	must(row->key[0] < BLOCKS && row->key[0] % 3 == 0);
 	return row->key[0];
@@ -117,7 +117,7 @@ static void check_where(const struct tk_operation *op)
 		memcpy(&row, (const char *)(uintptr_t)op->local + at, sizeof row);
 		must(row.offset <= sizeof memory - BLOCK_BYTES);
 	}
-	told_where = 1;
+	located = 1;
 }
 
 void fire(struct tk_fabric *one, struct work *work, uint64_t now_ns)
@@ -311,39 +311,39 @@ static int has_tag(const uint8_t *call, size_t length)
 	return tag == tk_endpoint_tag(endpoint, region->base, region->key, GENERATION, call, said);
 }
 
-/* Whatever is there, all notes are taken, or the log is closed. */
-static void take_notes(const uint8_t *data, size_t size, uint8_t what)
+/* Whatever is there, all entries are taken, or the log is closed. */
+static void drain_log(const uint8_t *data, size_t size, uint8_t what)
 {
-	struct read_note note;
+	struct read_entry entry;
 	struct read_log *log = (void *)read_log;
 	memcpy(read_log + READ_LOG_HEAD_BYTES, data, size);
 	log->written = what & 128 ? size : size / 8 * 8;
 	log->taken = 0;
-	if (what & 64 && size >= sizeof note) { /* the first note may be one */
-		memcpy(&note, data, sizeof note);
-		note.blocks = note.blocks % TK_DIRECT_BLOCKS + 1;
-		note.metadata_bytes = note.metadata_bytes % 64 / 8 * 8;
-		note.is_prefix &= 1;
-		note.bytes = (uint32_t)sizeof note + note.metadata_bytes;
-		note.bytes += note.is_prefix ? 0 : note.blocks * (uint32_t)sizeof(struct read_block);
-		memcpy(read_log + READ_LOG_HEAD_BYTES, &note, sizeof note);
-		log->written = note.bytes;
+	if (what & 64 && size >= sizeof entry) { /* the first entry may be one */
+		memcpy(&entry, data, sizeof entry);
+		entry.blocks = entry.blocks % TK_DIRECT_BLOCKS + 1;
+		entry.metadata_bytes = entry.metadata_bytes % 64 / 8 * 8;
+		entry.is_prefix &= 1;
+		entry.bytes = (uint32_t)sizeof entry + entry.metadata_bytes;
+		entry.bytes += entry.is_prefix ? 0 : entry.blocks * (uint32_t)sizeof(struct read_block);
+		memcpy(read_log + READ_LOG_HEAD_BYTES, &entry, sizeof entry);
+		log->written = entry.bytes;
 	}
 	tk_desk_log(desk, log);
-	desk_take_notes(desk); /* there is one thread */
-	must(desk->log ? log->taken == log->written : !log->is_open && (!(what & 64) || size < sizeof note));
+	desk_drain_log(desk); /* there is one thread */
+	must(desk->log ? log->taken == log->written : !log->is_open && (!(what & 64) || size < sizeof entry));
 	tk_desk_log(desk, NULL);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-	static uint8_t told[1 << 20];
+	static uint8_t rows_out[1 << 20];
 	if (!fabric)
 		begin();
 	if (size < 9 || size > TK_CALL_BYTES)
 		return 0;
 	fill_shelf();
-	take_notes(data, size, data[0]);
+	drain_log(data, size, data[0]);
 	uint8_t *call = calloc(1, TK_CALL_BYTES); /* a place of its own, with nothing of the caller's behind it */
 	memcpy(call, data + 8, size - 8);
 	put_right(call, size - 8, data[0]);
@@ -356,7 +356,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	desk->setup.shares = data[1] >> 2 & 1;
 	int is_tagged = !endpoint->seal.is_set || has_tag(call, size - 8);
 	place = (uint64_t)(uintptr_t)call;
-	taken = fired = told_where = 0;
+	taken = fired = located = 0;
 	struct tk_landing landing = {
 		.endpoint = endpoint,
 		.generation = GENERATION,
@@ -371,13 +371,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	end_readings();
 	must(!shelf->cold.bytes && !shelf->cold.bytes_of[0]);
 	int is_prefix = ((struct call_head *)shelf->call)->kind == CALL_PREFIX;
-	must(answered ? (told_where || is_prefix || taken > 1) && fired == taken : !fired);
+	must(answered ? (located || is_prefix || taken > 1) && fired == taken : !fired);
 	must(!answered || is_tagged);
-	must(desk->under_way_bytes == 0 && (told_where ? desk->held_bytes > 0 : !desk->held_bytes));
+	must(desk->under_way_bytes == 0 && (located ? desk->held_bytes > 0 : !desk->held_bytes));
 	fabric->now_ns = UINT64_MAX; /* what is held for the peer may go */
 	poll_desks(fabric);
 	must(desk->held_bytes == 0);
-	while (tk_served_take(shelf, told, sizeof told, 1) > 0)
+	while (tk_served_take(shelf, rows_out, sizeof rows_out, 1) > 0)
 		;
 	must(shelf->served_bytes == 0);
 	tk_shelf_unlist(shelf, names_there[0], BLOCKS, 0);

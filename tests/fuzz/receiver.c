@@ -2,8 +2,8 @@
  * A fuzzer of the receiver (libFuzzer): puts by grants of a peer, as they lie in its slots, into `take_puts`.
  *
  * The receiver and its shelf are the real ones; of the progress thread there is as much as they call. Between two steps
- * the peer writes to its slot again. What always holds, or it stops: what is told of has the checksum, the length and the
- * metadata that it is told with, and stays within its room; on a sealed connection it has the peer's tag; a word goes to
+ * the peer writes to its slot again. What always holds, or it stops: what is reported has the checksum, the length and the
+ * metadata that it is reported with, and stays within its room; on a sealed connection it has the peer's tag; a word goes to
  * one of the peer's words, and says `landed` only of a block that is taken; rooms are neither lost nor given twice.
  * The first byte of an input says what of it is put right, so that more than checksums is reached.
  */
@@ -172,7 +172,7 @@ static void put_right(struct tk_put_head *head, uint8_t *payload, uint8_t what)
 
 static int has_tag(const struct tk_receiver_setup *setup, uint32_t slot, const char *metadata, const struct tk_put_head *head)
 {
-	return believes_head(endpoint, word_spot(setup->told_flags, setup->told_key, slot), metadata, head);
+	return believes_head(endpoint, word_spot(setup->remote_flags, setup->remote_key, slot), metadata, head);
 }
 
 /* What was taken is what it is said to be. */
@@ -200,7 +200,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	struct tk_receiver_setup setup = {
 		.endpoint = endpoint,
 		.flags = (uint64_t)(uintptr_t)flags,
-		.told_flags = 0x100,
+		.remote_flags = 0x100,
 		.slots = (uint64_t)(uintptr_t)slots,
 		.slot_bytes = SLOT_BYTES,
 		.first_generation = GENERATION,
@@ -236,7 +236,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 	memcpy(head, data + 8, sizeof *head);
 	put_right(head, there + TK_HEAD_PAGE, what);
 	if (what & TAG && head->metadata_bytes <= TK_HEAD_PAGE - sizeof *head) {
-		struct spot spot = word_spot(setup.told_flags, setup.told_key, slot);
+		struct spot spot = word_spot(setup.remote_flags, setup.remote_key, slot);
 		head->tag = head_out(endpoint, spot, (char *)head - head->metadata_bytes, head);
 	}
 	struct tk_put_head was = *head;

@@ -35,7 +35,7 @@ def _attach(told: Told, number: int, until: float) -> Any:
         block_bytes_max=_LENGTH,
         slots=SLOTS_PER_CLIENT_MAX,
         provider="net",
-        fabric_address=SocketAddress(ip_of("127.0.0.1"), 10_000 + number).told,
+        fabric_address=SocketAddress(ip_of("127.0.0.1"), 10_000 + number).encoded,
         ack_words=ACK_WORDS,
         puts_by_grants=True,
     )

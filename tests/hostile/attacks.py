@@ -157,7 +157,7 @@ def attach_request(told: Told, address: bytes) -> pb.AttachRequest:
 
 
 def address(number: int) -> bytes:
-    return SocketAddress(ip_of("127.0.0.1"), 10_000 + number).told
+    return SocketAddress(ip_of("127.0.0.1"), 10_000 + number).encoded
 
 
 def failing_attaches(told: Told, until: float, _: str) -> Told:
@@ -171,8 +171,8 @@ def failing_attaches(told: Told, until: float, _: str) -> Told:
             bytes((40, *bytes(15))),
             b"",
             b"x" * 400,
-            SocketAddress(ip_of("127.0.0.9"), 9).told,
-            SocketAddress(ip_of("0.0.0.0"), 9).told,
+            SocketAddress(ip_of("127.0.0.9"), 9).encoded,
+            SocketAddress(ip_of("0.0.0.0"), 9).encoded,
         )
     ]
     refused: dict[str, int] = {}

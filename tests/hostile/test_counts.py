@@ -67,7 +67,7 @@ def test_a_stream_ends_when_its_token_is_removed_from_the_file(beside: Beside, c
                 blocks=[pb.BlockName(key=bytes(32), fingerprint=bytes(16), length=1)]
             )
         else:
-            yield attach_request({}, SocketAddress(ip_of("127.0.0.1"), 9).told)
+            yield attach_request({}, SocketAddress(ip_of("127.0.0.1"), 9).encoded)
         ended.wait(20)
 
     ended = threading.Event()

@@ -52,17 +52,17 @@ def test_each_part_of_the_work_has_a_bar_and_none_is_left(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stderr", terminal)
 
     def work() -> None:
-        with bars(lambda: now_s[0]) as tell:
-            tell("scanning", 0, 8)
+        with bars(lambda: now_s[0]) as progress:
+            progress("scanning", 0, 8)
             now_s[0] = 2.0
-            tell("scanning", 2, 8)
+            progress("scanning", 2, 8)
             assert terminal.getvalue().startswith("\rscanning [")
             assert "25 %, 6 s left" in terminal.getvalue()
-            tell("scanning", 0, 8)  # another drive
+            progress("scanning", 0, 8)  # another drive
             assert terminal.getvalue().endswith("\r\033[K")
-            tell("reading", 0, 4)
+            progress("reading", 0, 4)
             now_s[0] = 4.0
-            tell("reading", 1, 4)
+            progress("reading", 1, 4)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -74,6 +74,6 @@ def test_each_part_of_the_work_has_a_bar_and_none_is_left(monkeypatch: pytest.Mo
 def test_bars_in_a_pipe_print_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = io.StringIO()
     monkeypatch.setattr(sys, "stderr", pipe)
-    with bars(lambda: 99.0) as tell:
-        tell("scanning", 1, 8)
+    with bars(lambda: 99.0) as progress:
+        progress("scanning", 1, 8)
     assert pipe.getvalue() == ""

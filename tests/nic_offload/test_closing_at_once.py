@@ -68,7 +68,7 @@ def test_resources_returned_after_the_fabric_was_closed_need_nothing() -> None:
     """At interpreter exit fabrics are closed first, and other threads may still lose their links."""
     fabric = Fabric("net")
     hears, rings = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    fabric.hear(hears, is_pipe=True)
+    fabric.listen(hears, is_pipe=True)
     peer = fabric.add_peer(fabric.open_endpoint().address())
     fabric.close()
     fabric.ignore(hears)

@@ -73,14 +73,14 @@ class Drive:
     def came(self) -> list[Came]:
         """Blocks not returned before, ended or not."""
         self.take()
-        self._heard += [one.came for one in written_in(self.lane.hear())]
+        self._heard += [one.came for one in written_in(self.lane.under_way())]
         came, self._heard = self._heard, []
         return came
 
     def take(self) -> None:
         rows = written_in(self.lane.take())
         self.written += rows
-        self._heard += [one.came for one in rows if not one.was_heard]
+        self._heard += [one.came for one in rows if not one.was_reported]
 
     def lend(
         self,
@@ -157,19 +157,19 @@ def test_only_a_query_reports_a_block_before_its_end(drive: Drive) -> None:
     rig.feed(3, pages=PAGES)
     drive.lend(is_clear=False)
     assert rig.put([1, 2], LENGTH)[1].wait_landed(20)
-    heard = written_in(lane.hear())
+    heard = written_in(lane.under_way())
     assert [one.came.key for one in heard] == [key_of(1), key_of(2)]
     assert {one.tag for one in heard} == {RECEIVER}
-    assert not lane.hear(), "once"
+    assert not lane.under_way(), "once"
     assert rig.put([3], LENGTH)[1].wait_landed(20)
     assert lane.begun == 3
     lane.clear(1 << 40)
     ended = drive.wait_written(3)
     assert [one.came.key for one in ended] == [key_of(number) for number in (1, 2, 3)]
-    assert [one.was_heard for one in ended] == [1, 1, 0]
+    assert [one.was_reported for one in ended] == [1, 1, 0]
     assert [one.came for one in ended[:2]] == [one.came for one in heard]
     assert ended[2].came.under_way == 1
-    assert not lane.hear(), "nor after its end"
+    assert not lane.under_way(), "nor after its end"
     assert not rig.receiver.take()[0], "nor from its receiver"
     assert rig.shelf.came == 3
 

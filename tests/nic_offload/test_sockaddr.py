@@ -18,9 +18,9 @@ PROVIDERS = ("net", "tcp;ofi_rxm", "sockets")
 def test_an_address_is_formatted_in_its_own_family_and_parsed_again(text: str) -> None:
     address = SocketAddress(ip_of(text), 7071)
     family = socket.AF_INET6 if ":" in text else socket.AF_INET
-    assert struct.unpack_from("=H", address.told)[0] == family
-    assert len(address.told) == (28 if ":" in text else 16)
-    assert SocketAddress.of(address.told) == address
+    assert struct.unpack_from("=H", address.encoded)[0] == family
+    assert len(address.encoded) == (28 if ":" in text else 16)
+    assert SocketAddress.of(address.encoded) == address
     assert SocketAddress.of(address.packed(6)) == address  # one of IPv4 is mapped there, and the same
 
 
@@ -31,14 +31,14 @@ def test_an_ipv6_address_is_invalid_in_an_ipv4_fabric() -> None:
 
 @pytest.mark.parametrize("family", [0, 1, 10, 16, 40, 65535])
 def test_bytes_of_another_family_are_not_an_address(family: int) -> None:
-    data = struct.pack("=H", family) + SocketAddress(ip_of("127.0.0.1"), 7071).told[2:]
+    data = struct.pack("=H", family) + SocketAddress(ip_of("127.0.0.1"), 7071).encoded[2:]
     with pytest.raises(ValueError, match="not an IPv4 or IPv6 address"):
         SocketAddress.of(data)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 8, 15, 17, 27, 28, 29, 256])
 def test_bytes_of_another_length_are_not_an_address(length: int) -> None:
-    data = SocketAddress(ip_of("127.0.0.1"), 7071).told.ljust(256, b"\0")[:length]
+    data = SocketAddress(ip_of("127.0.0.1"), 7071).encoded.ljust(256, b"\0")[:length]
     with pytest.raises(ValueError, match="not an IPv4 or IPv6 address"):
         SocketAddress.of(data)
 

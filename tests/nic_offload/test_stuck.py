@@ -131,7 +131,7 @@ def test_a_doorbell_belongs_to_its_owner_once_the_thread_is_past_it() -> None:
     with Fabric("net", address="127.0.0.1") as fabric:
         (thread,) = _threads() - before
         heard, rung = os.pipe2(os.O_NONBLOCK)
-        fabric.hear(heard, is_pipe=True)
+        fabric.listen(heard, is_pipe=True)
         ignores = threading.Thread(target=fabric.ignore, args=(heard,))
         with hanging(thread) as go_on:
             ignores.start()

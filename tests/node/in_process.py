@@ -138,7 +138,7 @@ class NodeInProcess:
 
 
 class HeldDrive:
-    """A slow drive: reads of some keys, for fetches and inline gets, begin only at `let_go`."""
+    """A slow drive: reads of some keys, for fetches and inline gets, begin only at `release`."""
 
     def __init__(self, node: NodeInProcess, of: Callable[[bytes], bool] = lambda _: True) -> None:
         self._node = node
@@ -177,7 +177,7 @@ class HeldDrive:
         """The number of waiting reads."""
         return int(self._node.call(lambda _: self._waiting))
 
-    def let_go(self) -> int:
+    def release(self) -> int:
         """Let reads continue; returns how many had waited."""
 
         def go_on(node: Node) -> int:
@@ -193,6 +193,6 @@ class HeldDrive:
 
 def kept_in(inside: Node) -> list[Piece]:
     """Return the pieces that a node's hot memory keeps."""
-    inside.take_note()  # a client may know of a block before the index does
+    inside.catch_up()  # a client may know of a block before the index does
     every = [one for drive in inside.store.drives for one in drive._index.generations().tolist()]
     return [piece for one in every if (piece := inside.hot.pages.peek(one)) is not None]

@@ -92,7 +92,7 @@ def test_an_attach_without_a_usable_address_leaves_nothing_at_the_node(
 ) -> None:
     with Client(node.target, slots=1, block_bytes_max=4096) as client:
         with monkeypatch.context() as patched:
-            patched.setattr("kvstore.client.own_address.SocketAddress.told", b"")
+            patched.setattr("kvstore.client.own_address.SocketAddress.encoded", b"")
             with pytest.raises(KvError):
                 client.attach()
         wait_until(lambda: is_as_before(node), "nothing is left")
@@ -122,7 +122,7 @@ def test_an_invalid_address_of_ack_words_is_the_clients_error(node: NodeInProces
             block_bytes_max=4096,
             slots=1,
             provider=node.call(lambda one: one.fabric.provider),
-            fabric_address=SocketAddress(ip_of("127.0.0.1"), 9).told,
+            fabric_address=SocketAddress(ip_of("127.0.0.1"), 9).encoded,
             ack_words=8,
             ack_base=(1 << 64) - 1,
         )

@@ -34,7 +34,7 @@ def test_the_word_of_a_fabric_fetch_is_written_when_the_fetch_arrives(cancelled:
 def test_a_cancelled_fetch_is_never_served_however_many_never_arrive(cancelled: Cancelled) -> None:
     """The connection used to end when there were too many."""
     assert cancelled.by_rpc(range(10, 10 + 3 * ACK_WORDS)) == list(range(10, 10 + 3 * ACK_WORDS))
-    assert len(cancelled._told) == ACK_WORDS
+    assert len(cancelled._cancelled) == ACK_WORDS
     assert cancelled.take(10, called=True) is Noted.TOLD
     assert cancelled.take(10 + 3 * ACK_WORDS - 1, called=True) is Noted.TOLD
     assert cancelled.take(10 + 3 * ACK_WORDS, called=True) is Noted.NOT

@@ -61,7 +61,7 @@ class Cold:
         """The number of blocks that Python has queued to fetch so far."""
 
         def queued(inside: Node) -> int:
-            inside.take_note()
+            inside.catch_up()
             return getattr(inside, "test_queued", 0)
 
         return int(self.node.call(queued))
@@ -266,7 +266,7 @@ def test_memory_for_blocks_being_read_for_a_closed_client_stays_with_the_drive(p
     into = slow_drive(plain)
 
     def missing(inside: Node) -> int:
-        inside.take_note()
+        inside.catch_up()
         return len(inside.fabric_calls.cold._rooms) - inside.hot.shelf.wanted[1]
 
     getting = plain.client.getting([Block(late, plain.region, 0, LENGTH)], timeout_s=WAIT_S)

@@ -311,7 +311,7 @@ def test_without_a_reader_an_abandoned_get_is_not_sent_either(
     paint(rig)
     (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=SHORT_S)
     assert isinstance(outcome, Miss)
-    assert drive.let_go() == 1
+    assert drive.release() == 1
     wait_until(lambda: state(node) == (0, 0, 0, 0), "all is given back")
     assert untouched(rig)
     assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
@@ -328,7 +328,7 @@ def test_without_a_reader_nothing_is_sent_to_a_closed_client(
     getting = Getting(rig, [block], 1.0)
     wait_until(lambda: drive.waiting() == 1, "it is to be read")
     node.call(detach_all)
-    assert drive.let_go() == 1
+    assert drive.release() == 1
     wait_until(lambda: state(node) == (0, 0, 0, 0), "all is given back")
     (outcome,) = getting.wait()
     assert isinstance(outcome, Miss)

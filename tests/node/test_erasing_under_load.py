@@ -488,7 +488,7 @@ def test_memory_granted_ahead_has_nothing_of_an_erased_user(tmp_path: Path) -> N
 
             def evicted(inside: Any) -> None:
                 pages = inside.hot.pages
-                inside.take_note()
+                inside.catch_up()
                 for piece in kept_in(inside):
                     pages.forget(piece)
                 cold = inside.fabric_calls.cold

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.node("shared")
 
 WAIT_S = 20.0
-GOOD = SocketAddress(ip_of("127.0.0.1"), 7071).told
+GOOD = SocketAddress(ip_of("127.0.0.1"), 7071).encoded
 LOCAL = "ipv4:127.0.0.1:50112"
 
 
@@ -68,9 +68,9 @@ def refusal_of(target: str, claimed: bytes) -> tuple[str, str]:
 
 BAD = [struct.pack("=H", family) + GOOD[2:] for family in (0, 1, 40)]
 BAD += [b"", GOOD[:15], GOOD + b"\0", GOOD + bytes(12), bytes(256)]
-BAD += [SocketAddress(ip_of("fd00::1"), 7071).told]  # of a family that this node's fabric does not have
-BAD += [SocketAddress(ip_of(ip), 7071).told for ip in ("0.0.0.0", "224.0.0.1", "255.255.255.255")]
-BAD += [SocketAddress(ip_of("127.0.0.1"), 0).told]
+BAD += [SocketAddress(ip_of("fd00::1"), 7071).encoded]  # of a family that this node's fabric does not have
+BAD += [SocketAddress(ip_of(ip), 7071).encoded for ip in ("0.0.0.0", "224.0.0.1", "255.255.255.255")]
+BAD += [SocketAddress(ip_of("127.0.0.1"), 0).encoded]
 
 
 def test_invalid_addresses_are_refused_and_later_clients_still_attach(node: NodeProcess) -> None:
@@ -85,7 +85,7 @@ def test_invalid_addresses_are_refused_and_later_clients_still_attach(node: Node
 def test_an_address_other_than_the_callers_is_refused_and_audited(tmp_path: Path) -> None:
     audit = tmp_path / "audit.jsonl"
     with small_node(tmp_path / "node", arguments=("--audit", str(audit))) as node:
-        name, sentence = refusal_of(node.target, SocketAddress(ip_of("127.0.0.2"), 7071).told)
+        name, sentence = refusal_of(node.target, SocketAddress(ip_of("127.0.0.2"), 7071).encoded)
     assert name == "AddressRefused"
     assert sentence.startswith(
         "The client's fabric address 127.0.0.2 is not the source of its call (127.0.0.1)"
@@ -126,7 +126,7 @@ def test_a_peer_without_an_address_is_on_this_machine(fabric: Fabric) -> None:
     address = FabricAddress("127.0.0.1")
     assert address.believed(GOOD, "unix:/run/socket", fabric) == SocketAddress.of(GOOD)
     with pytest.raises(ProtocolError):
-        address.believed(SocketAddress(ip_of("10.0.0.7"), 7071).told, "unix:/run/socket", fabric)
+        address.believed(SocketAddress(ip_of("10.0.0.7"), 7071).encoded, "unix:/run/socket", fabric)
 
 
 def test_the_fabric_address_is_the_listening_one_the_configured_one_or_the_route_to_the_client() -> None:
@@ -140,7 +140,7 @@ def test_the_fabric_address_is_the_listening_one_the_configured_one_or_the_route
         ):
             address.addresses()  # a name is asked for then, and not when a client comes
             opened = address.open(fabric, SocketAddress(ip_of(client), 1))
-            at = SocketAddress.of(opened.told)
+            at = SocketAddress.of(opened.address)
             assert (str(at.ip), 17_071 <= at.port <= 17_171) == (told, True)
             assert SocketAddress.of(opened.endpoint.address()) == at
 

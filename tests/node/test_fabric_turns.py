@@ -17,7 +17,7 @@ from kvstore.node.time_slices import Turns
 
 REST: Any = {
     "fetches": SimpleNamespace(settle=lambda: None),
-    "granted": SimpleNamespace(hear_lanes=lambda: None, take_written=lambda: None),
+    "granted": SimpleNamespace(catch_up_lanes=lambda: None, take_written=lambda: None),
     "hot": SimpleNamespace(
         shelf=SimpleNamespace(served=list, has_more=False), pages=SimpleNamespace(touch=lambda _: None)
     ),
@@ -80,7 +80,7 @@ def test_a_tenant_whose_calls_take_long_pauses_while_others_are_served(
     async def come() -> None:
         calls = FabricCalls(node, count(), COLD)
         monkeypatch.setattr(calls, "_do", work)
-        node.turns.heard(b"few")
+        node.turns.note_call(b"few")
         for tag, tenant in ((1, b"many"), (2, b"many"), (99, b"few")):
             calls._watched[tag] = (SimpleNamespace(connection=Of(tenant)), 0)  # type: ignore[assignment]
         began = asyncio.get_running_loop().time()

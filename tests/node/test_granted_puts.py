@@ -32,7 +32,7 @@ LANE_WAIT_S = 1.0  # for which a block waits for a lane, however long the drive 
 
 
 class HeldWrites:
-    """A drive whose writes end only at `let_go`, from the node's view, without a timer."""
+    """A drive whose writes end only at `release`, from the node's view, without a timer."""
 
     def __init__(self, node: NodeInProcess) -> None:
         self._node = node
@@ -50,7 +50,7 @@ class HeldWrites:
         node._loop.remove_reader(node.store.fileno())
         vars(node.store)["put"] = noted
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._node.call(lambda node: node._loop.add_reader(node.store.fileno(), node._drive_events))
 
 
@@ -73,7 +73,7 @@ def test_small_blocks_that_arrive_during_a_write_are_written_together(
         together = calls < 9 and count > 1
         wait_until(lambda: sum(drive.put) == (1 if together else count), "what is not gathered goes at once")  # noqa: B023
     wait_until(lambda: sum(drive.put) + gathered(node) == 9, "the node has heard of all of them", WAIT_S)
-    drive.let_go()
+    drive.release()
     assert all(one.durability is Durability.WRITTEN for put in puts for one in put.wait(WAIT_S))
     assert (drive.put[0], sum(drive.put)) == (1, 9)
     assert len(drive.put) <= calls
@@ -133,13 +133,13 @@ def test_blocks_that_arrive_with_a_lanes_block_are_stored_too(
     with NodeInProcess(tmp_path / "node") as node:
         rig = ClientWithBuffers(node)
         assert rig.client.arm([rig.block(0, 4096)]).wait(WAIT_S)[0].error is None
-        told = Granted.told
+        told = Granted.handle
 
         def only_lanes(granted: Granted, number: int) -> None:
             if number == LANE_TAG:
                 told(granted, number)
 
-        monkeypatch.setattr(Granted, "told", only_lanes)
+        monkeypatch.setattr(Granted, "handle", only_lanes)
         for number in range(1, 21, 2):
             expiring, laned = rig.block(number, 4096), rig.block(number + 1, 4096)
             puts = rig.client.arm([expiring], expires_unix_ms=time.time_ns() // 1_000_000 + 600_000)

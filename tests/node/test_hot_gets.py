@@ -29,7 +29,7 @@ WAIT_S = 20.0
 
 def hot(node: NodeInProcess) -> HotStatistics:
     def told(inside: Node) -> HotStatistics:
-        inside.take_note()
+        inside.catch_up()
         return inside.hot.pages.statistics()
 
     return node.call(told)  # type: ignore[no-any-return]

@@ -444,7 +444,7 @@ def test_a_delayed_caller_costs_the_nodes_thread_nothing() -> None:
                 await server._asked_there(who.encode(), cast("_Asked", who))
             waits.append(caught.value.retry_after_ms)
 
-    vars(server)["_told"] = refuse
+    vars(server)["_page_answer"] = refuse
     asyncio.run(ask())
     assert told == ["one", "another", "one"]
     assert waits == [500, 1, 500, 500, 500]

@@ -33,7 +33,7 @@ def landed(node: NodeInProcess, rig: ClientWithBuffers) -> Iterator[Block]:
     put = rig.client.arm([block])
     assert put.wait_landed(WAIT_S)
     yield block
-    drive.let_go()
+    drive.release()
     assert put.wait(WAIT_S)[0].durability is Durability.WRITTEN
 
 

@@ -152,7 +152,7 @@ def test_a_key_that_a_lane_is_writing_is_put_by_another_client(
         another.client.attach()  # before anything is asked for
         puts = [one.client.arm([one.block(number, LENGTH) for number in range(4)]) for one in (rig, another)]
         assert all(put.wait_landed(10) for put in puts)
-        node.call(lambda inside: inside.take_note(every=False))
+        node.call(lambda inside: inside.catch_up(every=False))
         monkeypatch.undo()
         for lane, until in cleared:
             clear(lane, until)

@@ -20,7 +20,7 @@ from kvstore.limits import (
 from kvstore.lookups import Kind, Lookup, Outcome, Run, runs_of
 from kvstore.miss import MissReason
 from kvstore.names import block_key, layout_fingerprint
-from kvstore.node.call_headers import Told
+from kvstore.node.call_headers import FabricHeaders
 from kvstore.node.lookup_history import Lookups
 from kvstore.wire import kvstore_pb2, lookups_pb2_grpc
 from kvstore.wire import lookups_pb2 as pb
@@ -215,7 +215,7 @@ def test_an_abandoned_get_reports_the_blocks_that_had_not_arrived(
     with as_request("slow"):
         client.get([Block(key, kv, at * PAGE, PAGE) for at, key in enumerate(KEYS[:4])], timeout_s=1.5)
     wait_until(lambda: bool(told(node, "slow")), "the node has noticed that its caller is gone")
-    held.let_go()
+    held.release()
     wait_until(lambda: node.call(lambda one: not one.fetches._under_way), "nothing is under way")
     wait_until(lambda: not client._core.breaker.is_open, "the client tries again")
     with as_request("later"):
@@ -318,8 +318,8 @@ def test_runs_reported_with_too_many_blocks_are_recorded_with_the_most_that_fit(
     run = pb.LookupRun(blocks=LOOKUP_BLOCKS_MAX, outcome=pb.LOOKUP_OUTCOME_STORED)
     reported = pb.LookupsByCaller(lookups=[pb.Lookup(runs=[run] * (LOOKUP_RUNS_MAX + 2))])
     lookups = Lookups(None, HeldClock())  # type: ignore[arg-type]
-    lookups.begin(Told(((LOOKUPS_HEADER, reported.SerializeToString()),)), bytes(16), Kind.PREFIX, 1)
-    (lookup,) = lookups.told_of(bytes(16), "", None, 0).lookups
+    lookups.begin(FabricHeaders(((LOOKUPS_HEADER, reported.SerializeToString()),)), bytes(16), Kind.PREFIX, 1)
+    (lookup,) = lookups.listed(bytes(16), "", None, 0).lookups
     assert [one.blocks for one in lookup.runs] == [LOOKUP_BLOCKS_MAX] * LOOKUP_RUNS_MAX
 
 
@@ -346,8 +346,8 @@ def test_look_ups_of_the_tenant_with_the_most_are_dropped_first() -> None:
     for number in range(2 * LOOKUPS_MAX):
         lookups.record(greedy, none, lookup_named(f"g{number}"))
         assert len(lookups) <= LOOKUPS_MAX
-    assert lookups.told_of(modest, "", None, 0).remembered == 10
-    last = lookups.told_of(greedy, "", None, 3).lookups
+    assert lookups.listed(modest, "", None, 0).remembered == 10
+    last = lookups.listed(greedy, "", None, 3).lookups
     assert [one.request_id for one in last] == [f"g{2 * LOOKUPS_MAX - 3 + at}" for at in range(3)]
 
 

@@ -43,7 +43,7 @@ def call(value: bytes) -> Any:
 def test_steps_from_another_machine_count_from_the_arrival_of_their_report() -> None:
     clock = HeldClock()
     traces = Traces(clock)
-    trace = traces.told(ONE, told(5 * MS, 8 * MS, 99 * MS, clock=b"elsewhere", sent_ns=10 * MS))
+    trace = traces.add_reported(ONE, told(5 * MS, 8 * MS, 99 * MS, clock=b"elsewhere", sent_ns=10 * MS))
     assert [one.at_ns for one in trace.in_order()] == [
         clock.now_ns - 5 * MS,
         clock.now_ns - 2 * MS,
@@ -56,9 +56,11 @@ def test_steps_from_this_machine_keep_their_times_if_possible() -> None:
     clock = HeldClock()
     traces = Traces(clock)
     same = told(clock.now_ns - 7 * MS, clock=machine_clock(), sent_ns=clock.now_ns - 3 * MS)
-    assert [one.at_ns for one in traces.told(ONE, same).in_order()] == [clock.now_ns - 7 * MS]
+    assert [one.at_ns for one in traces.add_reported(ONE, same).in_order()] == [clock.now_ns - 7 * MS]
     for sent_ns in (clock.now_ns + 1, clock.now_ns - (RPC_TIMEOUT_MS + 1) * MS):
-        other = traces.told(ONE, told(sent_ns - MS, clock=machine_clock(), sent_ns=sent_ns, session="x"))
+        other = traces.add_reported(
+            ONE, told(sent_ns - MS, clock=machine_clock(), sent_ns=sent_ns, session="x")
+        )
         assert [one.at_ns for one in other.in_order()] == [clock.now_ns - MS]
         traces.forget(name_of(ONE, "ada", "x"))
 
@@ -103,14 +105,14 @@ def test_a_foreign_header_is_refused_and_a_step_of_a_later_version_is_skipped() 
     nameless = told(1, session="")
     for value in (b"\xff\xff", *(one.SerializeToString() for one in (many, long, nameless))):
         with pytest.raises(ProtocolError):
-            traces.hear(call(value), ONE)
+            traces.of_call(call(value), ONE)
     assert len(traces) == 0
     later = told(1)
     later.seen.append(pb.Seen(step=9999))  # type: ignore[arg-type]
-    trace = traces.hear(call(later.SerializeToString()), ONE)
+    trace = traces.of_call(call(later.SerializeToString()), ONE)
     assert trace is not None
     assert [one.step for one in trace.in_order()] == [Step.FIRED]
-    assert traces.hear(SimpleNamespace(invocation_metadata=lambda: None), ONE) is None
+    assert traces.of_call(SimpleNamespace(invocation_metadata=lambda: None), ONE) is None
 
 
 def test_a_get_is_reported_when_its_last_block_has_ended() -> None:

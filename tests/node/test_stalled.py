@@ -56,7 +56,7 @@ def test_an_unreachable_client_is_retried_now_and_then_and_detached(
                 block_bytes_max=4096,
                 slots=1,
                 provider=node.call(lambda one: one.fabric.provider),
-                fabric_address=SocketAddress(ip_of("127.0.0.1"), door.getsockname()[1]).told,
+                fabric_address=SocketAddress(ip_of("127.0.0.1"), door.getsockname()[1]).encoded,
                 ack_words=8,
             )
             over.wait(TIMEOUT_S)

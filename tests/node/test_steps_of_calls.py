@@ -279,7 +279,7 @@ def test_a_call_without_steps_waits_until_its_tenant_has_paused(node: NodeInProc
             block_bytes_max=4096,
             slots=1,
             provider=node.call(lambda one: one.fabric.provider),
-            fabric_address=SocketAddress(ip_of("127.0.0.1"), 9).told,
+            fabric_address=SocketAddress(ip_of("127.0.0.1"), 9).encoded,
             ack_words=8,
         )
         over.wait(WAIT_S)
@@ -316,7 +316,7 @@ def test_slots_are_leased_in_steps_and_all_or_none(node: NodeInProcess) -> None:
             block_bytes_max=4096,
             slots=2 * SLOTS_A_STEP,
             provider=node.call(lambda one: one.fabric.provider),
-            fabric_address=SocketAddress(ip_of("127.0.0.1"), 9).told,
+            fabric_address=SocketAddress(ip_of("127.0.0.1"), 9).encoded,
             ack_words=8,
         )
         over.wait(WAIT_S)
@@ -370,7 +370,7 @@ def test_a_fetch_cancelled_between_steps_has_ended(
         yield pb.AttachRequest(
             provider=node.call(lambda one: one.fabric.provider),
             block_bytes_max=4096,
-            fabric_address=SocketAddress(ip_of("127.0.0.1"), 9).told,
+            fabric_address=SocketAddress(ip_of("127.0.0.1"), 9).encoded,
             ack_words=256,
         )
         over.wait(WAIT_S)

@@ -75,10 +75,10 @@ def test_with_others_a_step_is_followed_by_as_much_time_for_them() -> None:
             return real(0, *more)  # type: ignore[arg-type]
 
         loop.call_later = noted  # type: ignore[method-assign, assignment]
-        turns.heard(b"heavy")
+        turns.note_call(b"heavy")
         await work(turns, clock, b"heavy", 2, 5, [])
-        turns.heard(b"other")
-        turns.heard(b"heavy")
+        turns.note_call(b"other")
+        turns.note_call(b"heavy")
         await work(turns, clock, b"heavy", 2, 5, [])
         clock.now_ns += (TURNS_OTHERS_MS + 1) * MS
         await work(turns, clock, b"heavy", 2, 5, [])
@@ -120,8 +120,8 @@ def test_while_others_call_few_blocks_of_a_tenant_move_at_a_time() -> None:
     turns = Turns(clock)
 
     async def done() -> None:
-        turns.heard(b"greedy")
-        turns.heard(b"modest")
+        turns.note_call(b"greedy")
+        turns.note_call(b"modest")
         ended = asyncio.Event()
         calls = [asyncio.create_task(carry(turns, b"greedy", moving, ended)) for _ in range(20)]
         await asyncio.sleep(MOVING_MS / 4000)
@@ -141,13 +141,13 @@ def test_single_and_slow_blocks_delay_no_other() -> None:
     turns = Turns(clock)
 
     async def done() -> None:
-        turns.heard(b"greedy")
+        turns.note_call(b"greedy")
         ended = asyncio.Event()
         calls = [asyncio.create_task(carry(turns, b"greedy", moving, ended)) for _ in range(20)]
         await asyncio.sleep(0)
         assert moving[0] == 20, "nobody else calls"
-        turns.heard(b"modest")
-        turns.heard(b"greedy")
+        turns.note_call(b"modest")
+        turns.note_call(b"greedy")
         more = [asyncio.create_task(carry(turns, b"greedy", moving, ended)) for _ in range(2 * MOVING_MAX)]
         await asyncio.sleep(0)
         assert moving[0] == 20 + MOVING_MAX
@@ -168,7 +168,7 @@ def test_a_tenants_long_calls_run_one_at_a_time_and_pause_as_long_while_others_c
         over = await turns.long(b"greedy")
         second = asyncio.create_task(turns.long(b"greedy"))
         other = await asyncio.wait_for(turns.long(b"other"), 1)
-        turns.heard(b"other")
+        turns.note_call(b"other")
         clock.now_ns += 100 * MS
         began_s = loop.time()
         over()
@@ -189,8 +189,8 @@ def test_a_tenants_long_calls_run_one_at_a_time_and_pause_as_long_while_others_c
 def test_a_tenant_that_used_much_time_pauses_while_others_call() -> None:
     clock = Clock()
     turns = Turns(clock)
-    turns.heard(b"other")
-    turns.heard(b"long")
+    turns.note_call(b"other")
+    turns.note_call(b"long")
     turns.worked(b"long", FABRIC_WORK_US * 1_000)
     assert not turns.rests(b"long"), "no more than anybody may"
     turns.worked(b"long", 5 * MS)
@@ -210,7 +210,7 @@ def test_an_expired_pause_does_not_hide_a_later_one() -> None:
     clock = Clock()
     turns = Turns(clock)
     for tenant in (b"gone", b"other"):
-        turns.heard(tenant)
+        turns.note_call(tenant)
     turns.worked(b"gone", 1 * MS)
     clock.now_ns += FABRIC_REST * 1 * MS + 1
     turns.worked(b"other", 2 * MS)
@@ -221,9 +221,9 @@ def test_an_expired_pause_does_not_hide_a_later_one() -> None:
 def test_a_single_tenant_never_pauses() -> None:
     clock = Clock()
     turns = Turns(clock)
-    turns.heard(b"other")
+    turns.note_call(b"other")
     clock.now_ns += (TURNS_OTHERS_MS + 1) * MS
-    turns.heard(b"long")
+    turns.note_call(b"long")
     turns.worked(b"long", 5 * MS)
     assert not turns.rests(b"long")
 
@@ -252,8 +252,8 @@ def test_a_repeated_task_runs_once_at_the_earliest_requested_time() -> None:
 def test_a_call_without_steps_waits_until_its_tenant_has_paused() -> None:
     async def done() -> None:
         turns = Turns(LoopClock())
-        turns.heard(b"other")
-        turns.heard(b"long")
+        turns.note_call(b"other")
+        turns.note_call(b"long")
         turns.worked(b"long", 20 * MS)
         loop, ended = asyncio.get_running_loop(), list[float]()
 

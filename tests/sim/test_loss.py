@@ -16,14 +16,14 @@ from sim.replay.loss import Losses, lose
 from sim.units import OutOfRange
 
 if TYPE_CHECKING:
-    from sim.replay.loss import Told
+    from sim.replay.loss import LossReport
 
 ENTRY = model("llama-3-8b")
 TEN = replace(Cluster(), nodes=10)
 BYTES = 8000 * ENTRY.token_bytes
 
 
-def _lose(**losses: float) -> Told:
+def _lose(**losses: float) -> LossReport:
     terms = {"requests": 20_000, "users": 400, "busy": 0.1, "noticed_s": 0.0, "seed": 3} | losses
     return lose(ENTRY, TEN, Losses(**terms))  # type: ignore[arg-type]
 

@@ -43,7 +43,7 @@ def pair(tmp_path: Path) -> Iterator[StoreRig]:
     rig.open()
     yield rig
     for disk in rig.disks:
-        disk.let_go()
+        disk.release()
     rig.store.close()
 
 

@@ -169,30 +169,30 @@ class FakeLane:
         while self.records and self.records[0].result is not None and self.dice.random() < 0.8:
             if self.records[0].generation >= self._clear_until:
                 break
-            self._tell(self.records.popleft())
+            self._acknowledge(self.records.popleft())
 
     @property
     def unheard(self) -> list[Record]:
         """The records that the store doesn't know yet."""
         return [one for one in (*self._ended, *self.records) if not one.is_heard]
 
-    def hear(self) -> None:
+    def report_begun(self) -> None:
         """Report the blocks under way to the store."""
-        self._hear(self.records)
+        self._report_begun(self.records)
 
-    def _hear(self, records: Iterable[Record]) -> None:
+    def _report_begun(self, records: Iterable[Record]) -> None:
         for one in records:
             if not one.is_heard:
                 one.is_heard = True
                 self.drive.puts.under_way([one.item], one.done)
 
-    def take_note(self) -> None:
+    def catch_up(self) -> None:
         """Report completed blocks to the store: together, if all succeeded and none is known to it."""
         ended, self._ended = self._ended, []
         if not ended:
             return
         if any(one.is_heard or (one.result or 0) < 0 for one in ended) or not self.drive.takes_puts:
-            self._hear(ended)
+            self._report_begun(ended)
             self.drive.written(
                 [
                     (one.item.tag, one.generation, one.offset, min(one.result or 0, 0), one.key)
@@ -226,11 +226,11 @@ class FakeLane:
             if not self.records and not self._ended:
                 return
             self.step()
-            self.take_note()
+            self.catch_up()
             self._store.poll()
         raise AssertionError("the lane does not come to an end")
 
-    def _tell(self, record: Record) -> None:
+    def _acknowledge(self, record: Record) -> None:
         item, result = record.item, record.result or 0
         self.failed = self.failed or result < 0
         if not self.failed:

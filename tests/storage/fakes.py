@@ -87,7 +87,7 @@ class FakeDisk:
             self._ring_bell()
         return done
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.held.clear()
         self._ring_bell()
 

@@ -150,7 +150,7 @@ class StoreRig:
         """Finish the lanes' writes and close the store, as a node does."""
         for lane in self.lanes:
             lane.drain()
-        self.take_note()
+        self.catch_up()
         self.lanes = []
         self.store.close()
 
@@ -193,7 +193,7 @@ class StoreRig:
         )
         self.take_written()
         if not any(lane.takes(item, self._puts_done) for lane in self.lanes):
-            self.take_note()
+            self.catch_up()
             self.store.put([item], self._puts_done)
             self._lend()
         return tag
@@ -208,7 +208,7 @@ class StoreRig:
     def start_delete(
         self, number: int, durability: Durability = Durability.WRITTEN, *, tenant: bytes = TENANT
     ) -> int:
-        self.take_note()
+        self.catch_up()
         tag = self._take_tag()
         self.store.delete([DeleteItem(tenant, key(number), durability, tag)], self._deletes_done)
         return tag
@@ -258,7 +258,7 @@ class StoreRig:
             epoch,
             source_epoch,
         )
-        self.take_note()
+        self.catch_up()
         self.store.change_sessions([item], self._sessions_done)
         return tag
 
@@ -304,7 +304,7 @@ class StoreRig:
     ) -> GetItem:
         tag = self._take_slot()
         address = self._slot_of[tag]
-        self.take_note()
+        self.catch_up()
         item = GetItem(tenant, key(number), fingerprint, length, address, self.slots.slot_bytes, tag)
         self.store.get([item], self._gets_done)
         return item
@@ -336,11 +336,13 @@ class StoreRig:
     def is_busy(self) -> bool:
         store = self.store
         drives = any(
-            drive._wipes.pending or drive._scrubs.pending or any(box.promised for box in drive._outboxes)
+            drive._wipes.pending or drive._scrubs.pending or any(box.promised for box in drive._completions)
             for drive in store.drives
         )
         lanes = any(lane.unheard for lane in self.lanes)
-        return drives or lanes or store._deletions.outbox.promised + store._steps.outbox.promised > 0
+        return (
+            drives or lanes or store._deletions.completions.promised + store._steps.completions.promised > 0
+        )
 
     def is_ready(self, timeout_ms: int) -> bool:
         ready = select.poll()
@@ -376,16 +378,16 @@ class StoreRig:
             self._lend()
         self._hear_lanes()
 
-    def take_note(self) -> None:
+    def catch_up(self) -> None:
         """Do what a node does before each call to its store."""
         for lane in self.lanes:
-            lane.hear()
+            lane.report_begun()
         self.take_written()
 
     def take_written(self) -> None:
         """Do what a node does when lanes report records."""
         for lane in self.lanes:
-            lane.take_note()
+            lane.catch_up()
         self._hear_lanes()
 
     def _hear_lanes(self) -> None:

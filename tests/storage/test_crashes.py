@@ -143,7 +143,7 @@ class Life:
 
     def note_evictions(self) -> None:
         """Evicted blocks are no longer expected; no other block may be missing."""
-        self.rig.take_note()
+        self.rig.catch_up()
         numbers = list(self.expected.acknowledged)
         stored = self.rig.store.lookup([(TENANT, key(number)) for number in numbers])
         for number, entry in zip(numbers, stored, strict=True):

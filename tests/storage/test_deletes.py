@@ -165,7 +165,7 @@ def test_a_deletion_is_not_reported_before_wipes_that_began_before_it(fake: Stor
     for _ in range(20):
         fake.store.poll()
     assert tag not in fake.delete_done
-    disk_of(fake).let_go()
+    disk_of(fake).release()
     fake.settle()
     assert fake.delete_done[tag].error is None
 
@@ -189,7 +189,7 @@ def test_a_block_being_read_is_wiped_afterwards(fake: StoreRig) -> None:
     for _ in range(20):
         fake.store.poll()
     assert tag not in fake.delete_done
-    disk_of(fake).let_go()
+    disk_of(fake).release()
     fake.settle()
     assert done[0].miss is None
     assert ctypes.string_at(address + HEADER_BYTES, 7000) == b"payload" * 1000
@@ -229,7 +229,7 @@ def test_more_deletions_than_the_queue_takes_are_refused_as_a_whole(fake: StoreR
         fake.store.delete([item] * BATCH_BLOCKS_MAX, done.extend)
     with pytest.raises(Overloaded):
         fake.store.delete([item], done.extend)
-    disk_of(fake).let_go()
+    disk_of(fake).release()
     fake.settle()
     assert len(done) == DELETES_QUEUED_MAX
 

@@ -151,7 +151,7 @@ def test_a_removal_with_blocks_is_reported_once_they_are_removed_from_every_driv
         other.held = {op.tag for op in other.in_flight}
     assert tag not in pair.session_done
     assert pair.store.statistics().sessions_pending == 1
-    other.let_go()
+    other.release()
     pair.settle()
     assert pair.session_done[tag].error is None
     pair.power_loss(seed=4)

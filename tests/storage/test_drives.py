@@ -172,7 +172,7 @@ def test_a_deletion_is_reported_once_every_drive_has_executed_it(pair: StoreRig)
     for _ in range(20):
         pair.store.poll()
     assert tag not in pair.delete_done
-    pair.disks[1].let_go()
+    pair.disks[1].release()
     pair.settle()
     assert pair.delete_done[tag] == DeleteDone(tag, None, found=True, size_bytes=8192)
     assert pair.delete(number).found is False
@@ -220,7 +220,7 @@ def test_a_batch_too_large_for_one_drive_is_refused_as_a_whole(pair: StoreRig) -
     assert pair.store.drives[0].deletes_left == DELETES_QUEUED_MAX, "and has not begun what was refused"
     with pytest.raises(ProtocolError):
         pair.store.delete([item] * (BATCH_BLOCKS_MAX + 1), done.extend)
-    pair.disks[1].let_go()
+    pair.disks[1].release()
     pair.settle()
     assert len(done) == DELETES_QUEUED_MAX
 

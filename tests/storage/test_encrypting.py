@@ -307,7 +307,7 @@ def test_a_get_of_the_old_place_is_correct_while_the_block_moves(plain: StoreRig
         for _ in range(20):
             rig.clock.now_ms += ENCRYPT_REST_MS
             rig.store.poll()
-        rig.disk.let_go()
+        rig.disk.release()
         rig.settle()
         done = rig.store.verify_payload(item, rig.get_done[item.tag])
         assert done.miss is None

@@ -37,7 +37,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]
     rig = StoreRig(tmp_path / "data", FakeDisk(capacity=PAGES * PAGE_BYTES))
     rig.open()
     yield rig
-    disk_of(rig).let_go()  # what a failed test has left, so that closing does not wait for it
+    disk_of(rig).release()  # what a failed test has left, so that closing does not wait for it
     rig.store.close()
 
 
@@ -373,7 +373,7 @@ def test_a_put_waits_for_a_read_to_end(small: StoreRig) -> None:
     some_polls(small)
     assert tag not in small.put_done
     assert stored(small, range(5)) == [0, 1, 2, 3, 4], "it is being read"
-    disk_of(small).let_go()
+    disk_of(small).release()
     small.settle()
     assert small.put_done[tag].error is None
     assert reason(small, 4) is Reason.SPACE
@@ -391,7 +391,7 @@ def test_blocks_that_wait_for_a_sync_are_not_evicted(small: StoreRig) -> None:
     some_polls(small)
     assert stored(small, range(2000, 2001)) == [2000]
     assert small.store.statistics().eviction.guarded[Guard.WRITE] == 1
-    disk.let_go()
+    disk.release()
     small.settle()
     assert small.put_done[synced].error is None
     assert small.put_done[waiting].error is None

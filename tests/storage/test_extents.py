@@ -114,7 +114,7 @@ def test_held_pages_are_not_allocated() -> None:
     assert extents.allocate(1) is None, "the rest begins with it"
     extents.release(12, 8)
     assert extents.allocate(8) == 12, "the smallest that is long enough and free of it"
-    extents.let_go()
+    extents.end_hold()
     assert extents.allocate(80) == 30
 
 

@@ -81,7 +81,7 @@ def test_a_put_is_not_reported_before_those_with_lower_generations(fake: StoreRi
         fake.poll()
     assert fast not in fake.put_done
     assert fake.store.lookup([(TENANT, key(2))]) == [None]
-    disk_of(fake).let_go()
+    disk_of(fake).release()
     fake.settle()
     assert fake.reported[-2:] == [slow, fast]
 
@@ -93,7 +93,7 @@ def test_a_successful_put_fails_with_one_before_it(fake: StoreRig) -> None:
     while len(disk_of(fake).in_flight) > 1:
         fake.poll()
     disk_of(fake).faults = {disk_of(fake).operations: -errno.EIO}
-    disk_of(fake).let_go()
+    disk_of(fake).release()
     fake.settle()
     assert isinstance(fake.put_done[failing].error, ReadOnly)
     assert isinstance(fake.put_done[fine].error, ReadOnly)

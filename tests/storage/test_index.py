@@ -8,9 +8,9 @@ import pytest
 
 from kvstore.errors import ReadOnly, StorageError
 from kvstore.storage import index as index_module
+from kvstore.storage.completion_queue import CompletionQueue
 from kvstore.storage.doubts import Doubts
 from kvstore.storage.index import Entry, Index
-from kvstore.storage.outbox import Outbox
 from tests.storage.rig import FINGERPRINT, TENANT, StoreRig, key
 
 if TYPE_CHECKING:
@@ -113,22 +113,22 @@ def test_doubts_are_removed_with_their_blocks(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_raises_loses_no_results_of_others() -> None:
-    outbox: Outbox[int] = Outbox()
+    completions: CompletionQueue[int] = CompletionQueue()
     heard: list[int] = []
 
     def raising(_: object) -> None:
         raise RuntimeError("the callback's own fault")
 
-    outbox.promised = 3
-    outbox.add(raising, 1)
-    outbox.add(heard.extend, 2)
-    outbox.add(heard.extend, 3)
+    completions.promised = 3
+    completions.add(raising, 1)
+    completions.add(heard.extend, 2)
+    completions.add(heard.extend, 3)
     with pytest.raises(RuntimeError):
-        outbox.deliver()
-    outbox.deliver()
+        completions.deliver()
+    completions.deliver()
     assert heard == [2, 3]
-    assert outbox.promised == 0
-    assert not outbox
+    assert completions.promised == 0
+    assert not completions
 
 
 def test_the_file_is_as_long_as_it_says_whatever_a_transaction_freed(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreRig]:
     rig.use_lanes(1)
     yield rig
     if rig.disk is not None:
-        rig.disk.let_go()
+        rig.disk.release()
     rig.close()
 
 
@@ -102,7 +102,7 @@ def test_ground_is_returned_with_all_unused_pages(rig: StoreRig) -> None:
         land(rig, number)
     end_all(rig)
     rig.drive.seal()
-    rig.take_note()
+    rig.catch_up()
     rig.settle()
     assert rig.drive._extents.free_pages == free + ground - 3 * 3
     assert all(is_stored(rig, number) for number in range(3))
@@ -123,11 +123,11 @@ def test_the_next_ground_is_ready_before_the_first_is_used_up_and_no_block_waits
         if number == 20:
             end_all(rig)
             assert len(lane.told) == 21
-            rig.take_note()
+            rig.catch_up()
     assert len(grounds) >= 2
     end_all(rig)
     assert len(lane.told) == 129, "on all of the grounds, before we have taken note of any end"
-    rig.take_note()
+    rig.catch_up()
     rig.drive.seal()
     assert rig.drive._extents.free_pages == free - 150 * 3
     rig.settle()
@@ -155,7 +155,7 @@ def test_a_larger_ground_replaces_a_next_one_that_is_too_small(
     drive.seal()
     assert extents.free_pages == free - 2 * 3
     end_all(rig)
-    rig.take_note()
+    rig.catch_up()
     rig.settle()
     assert is_stored(rig, 0)
     assert is_stored(rig, 1)
@@ -210,7 +210,7 @@ def test_a_full_drive_makes_room_for_its_lane(full: StoreRig) -> None:
             land(full, 10_000 + took)
             took += 1
     end_all(full)
-    full.take_note()
+    full.catch_up()
     assert all(is_stored(full, 10_000 + number) for number in range(took))
 
 
@@ -288,17 +288,17 @@ def test_writes_of_lane_and_store_are_reported_in_one_order(rig: StoreRig) -> No
     rig.drive.lend()
     late = land(rig, 2)
     end_all(rig)
-    rig.take_note()
+    rig.catch_up()
     rig.store.poll()
     assert is_stored(rig, 0), "it came before"
     end_all(rig)
     assert late not in rig.put_done
     assert not lane_of(rig).told
-    disk.let_go()
+    disk.release()
     rig.settle()
     assert ours in rig.put_done
     end_all(rig)
-    rig.take_note()
+    rig.catch_up()
     assert rig.put_done[late].error is None
     generations = [
         entry.generation for entry in rig.store.lookup([(TENANT, key(one)) for one in range(3)]) if entry
@@ -361,7 +361,7 @@ def test_a_put_of_a_name_on_the_lane_shares_its_outcome(rig: StoreRig) -> None:
 
 def test_a_lane_that_no_longer_reports_fails_its_blocks_and_nothing_waits(rig: StoreRig) -> None:
     tag = land(rig, 0)
-    rig.lanes[0].hear()
+    rig.lanes[0].report_begun()
     rig.lanes = []
     rig.store.close()
     assert isinstance(rig.put_done[tag].error, ReadOnly)

@@ -97,7 +97,7 @@ def test_of_writes_that_end_together_those_before_a_failed_one_are_kept(
     monkeypatch.setattr(disk_of(fake).rng, "shuffle", lambda _: None)
     monkeypatch.setattr(disk_of(fake).rng, "randrange", lambda *ends: ends[-1] - 1)
     disk_of(fake).faults = {disk_of(fake).operations + failing: -errno.EIO}
-    disk_of(fake).let_go()
+    disk_of(fake).release()
     fake.settle()
     assert [fake.put_done[tag].error is None for tag in tags] == [number < failing for number in range(4)]
     assert [is_stored(fake, number) for number in range(4)] == [number < failing for number in range(4)]
@@ -160,6 +160,6 @@ def test_pages_are_free_once_their_header_is_wiped_and_not_before(fake: StoreRig
     assert fake.store.statistics().free_bytes == free
     fake.start_put(2, b"payload")
     assert all(op.offset != offset for op in disk_of(fake).in_flight if op.length == size)
-    disk_of(fake).let_go()
+    disk_of(fake).release()
     fake.settle()
     assert fake.store.statistics().free_bytes == free, "one came and one went"

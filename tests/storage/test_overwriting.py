@@ -124,7 +124,7 @@ def test_an_erasure_that_dies_at_any_step_leaves_nothing_once_it_is_repeated(
 def test_places_in_use_again_are_not_overwritten(rig: StoreRig, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(rig)
     with monkeypatch.context() as patch:  # it dies before places are struck out
-        patch.setattr("kvstore.storage.leaving_blocks.strike", lambda *_: None)
+        patch.setattr("kvstore.storage.pending_overwrites.strike", lambda *_: None)
         erase(rig)
         places = overwriting._noted(rig.drive._index)
         assert len(places) == BLOCKS

@@ -129,7 +129,7 @@ def test_guessing_continues_when_slow_wrong_guesses_have_ended() -> None:
         for page in range(500, 600):
             assert ahead.read(page * PAGE_BYTES, PAGE_BYTES) == _expected(page, 1)
         assert [(op.tag, op.offset) for op in disk.in_flight if op.tag in disk.held] == held
-        disk.let_go()
+        disk.release()
         for page in range(700, 750):
             assert ahead.read(page * PAGE_BYTES, PAGE_BYTES) == _expected(page, 1)
         disk.waited_for = 0
@@ -150,7 +150,7 @@ def test_guessing_continues_after_the_memory_was_full_of_wrong_guesses() -> None
             ):  # the third is the second equal jump: one guess, never asked for
                 assert ahead.read(page * PAGE_BYTES, PAGE_BYTES) == _expected(page, 1)
         assert len(disk.in_flight) == 32
-        disk.let_go()
+        disk.release()
         disk.waited_for = 0
         for page in range(800, 1900):
             assert ahead.read(page * PAGE_BYTES, PAGE_BYTES) == _expected(page, 1)

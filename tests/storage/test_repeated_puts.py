@@ -37,7 +37,7 @@ def rig(tmp_path: Path) -> Iterator[StoreRig]:
     rig = StoreRig(tmp_path / "data", FakeDisk())
     rig.open()
     yield rig
-    disk_of(rig).let_go()
+    disk_of(rig).release()
     rig.store.close()
 
 
@@ -176,7 +176,7 @@ def test_an_extension_is_acknowledged_once_it_is_on_the_drive(rig: StoreRig) -> 
     for _ in range(20):
         rig.poll_once()
     assert tag not in rig.put_done
-    disk.let_go()
+    disk.release()
     rig.settle()
     assert rig.put_done[tag].error is None
 
@@ -265,7 +265,7 @@ def test_a_get_during_the_extension_is_a_hit(rig: StoreRig) -> None:
     rig.start_put(1, b"kv")
     for _ in range(20):
         rig.poll_once()
-    disk.let_go()
+    disk.release()
     rig.settle()
     assert rig.get_done[item.tag].miss is None
 
@@ -286,7 +286,7 @@ def test_nothing_is_put_where_a_header_is_being_written_until_that_has_ended(rig
     for _ in range(200):
         rig.poll_once()
     assert all(rig.record_at(number)[0] != offset for number in range(10, 40))
-    disk.let_go()
+    disk.release()
     rig.settle()
     assert all(rig.put_done[one].error is None for one in (tag, *puts))
     assert rig.get(1)[1] == b"kv", "it was put, since it was not there any more"
@@ -332,7 +332,7 @@ def test_a_block_does_not_expire_while_its_expiry_is_extended(rig: StoreRig) -> 
     rig.clock.now_ms += SOON_MS + 500
     for _ in range(20):
         rig.poll_once()
-    disk.let_go()
+    disk.release()
     rig.settle()
     late(rig, 500)
     assert rig.get(1)[1] == b"kv"

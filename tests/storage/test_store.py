@@ -120,7 +120,7 @@ def test_an_extent_being_read_is_not_reallocated_before_the_read_ends(fake: Stor
         while len(fake.put_done) < number + 1:
             fake.poll()
     assert old_offset not in {fake.record_at(number)[0] for number in range(1, 20)}
-    fake.disk.let_go()
+    fake.disk.release()
     fake.settle()
     assert done[0].miss is None
     assert ctypes.string_at(address + HEADER_BYTES, 3000) == b"old" * 1000
@@ -162,7 +162,7 @@ def test_a_second_put_of_a_key_is_reported_with_the_first_and_fails_if_its_bytes
         if not any(op.tag not in fake.disk.held for op in fake.disk.in_flight):
             break
     assert not {first, same, other} & set(fake.put_done)
-    fake.disk.let_go()
+    fake.disk.release()
     fake.settle()
     assert fake.put_done[first].error is None
     assert fake.put_done[same].error is None

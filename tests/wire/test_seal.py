@@ -33,6 +33,6 @@ def test_each_direction_has_its_own_key() -> None:
 
 
 def test_no_two_connections_share_a_secret() -> None:
-    secrets = {Seal.fresh().told for _ in range(100)}
+    secrets = {Seal.fresh().secret for _ in range(100)}
     assert len(secrets) == 100
     assert {len(one) for one in secrets} == {SECRET_BYTES}

@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvstore.engines.vllm.connector_metadata import Plan, Told
+from kvstore.engines.vllm.connector_metadata import Plan, StoredReport
 from kvstore.engines.vllm.identity import identify
 from kvstore.engines.vllm.scheduler import Scheduling
 from kvstore.engines.vllm.settings import Settings
@@ -197,9 +197,9 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return failed if len(self._kv_cache_config.kv_cache_groups) == 1 else set()
 
     @_or(_nothing)
-    def build_connector_worker_meta(self) -> Told | None:
+    def build_connector_worker_meta(self) -> StoredReport | None:
         """Report stored blocks to the scheduler's side."""
-        return self._working.told() if self._working is not None else None
+        return self._working.take_report() if self._working is not None else None
 
     # --- the scheduler's side
 
@@ -239,7 +239,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Process the workers' reports."""
         if self._scheduling is not None:
             self._scheduling.settled(connector_output.invalid_block_ids or set())
-            self._scheduling.told(connector_output.kv_connector_worker_meta)
+            self._scheduling.process_report(connector_output.kv_connector_worker_meta)
 
     @_or(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvstore.engines.vllm.groups import Load, Wanted
 
-__all__ = ["Load", "Plan", "Told", "Wanted"]
+__all__ = ["Load", "Plan", "StoredReport", "Wanted"]
 
 
 @dataclass
@@ -27,14 +27,14 @@ class Plan(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class Told(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class StoredReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The workers' reply: blocks of which all pages are stored, and how many workers reported each."""
 
     stored: dict[tuple[int, bytes], int]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Add another worker's."""
-        assert isinstance(other, Told)
+        assert isinstance(other, StoredReport)
         for name, workers in other.stored.items():
             self.stored[name] = self.stored.get(name, 0) + workers
         return self

@@ -117,7 +117,7 @@ class HostMemory:
                 self._slots.move_to_end(key)
             return [self._slots[key].number for key in keys]
 
-    def let_go(self, keys: Sequence[bytes]) -> None:
+    def release(self, keys: Sequence[bytes]) -> None:
         """End what `hold` began."""
         with self._lock:
             for key in keys:
@@ -227,4 +227,4 @@ class HostMemory:
             if not is_about_domains(error, log):
                 log.debug("%d chunks were not stored: %s", len(keys), error)
         finally:
-            self.let_go(keys)
+            self.release(keys)

@@ -21,7 +21,7 @@ from kvstore.errors import KvError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Adapter", "Engine", "engine_of", "tell_adapter"]
+__all__ = ["Adapter", "Engine", "engine_of", "record_adapter"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
 
@@ -63,7 +63,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Engine:
     return Engine(layout, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
 
 
-def tell_adapter(engines: Iterable[Engine], request: Any) -> None:
+def record_adapter(engines: Iterable[Engine], request: Any) -> None:
     """Record the adapter of a new request."""
     if request.lora_request is not None:
         name = blake2b(

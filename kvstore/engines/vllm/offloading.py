@@ -167,7 +167,7 @@ class _Manager(OffloadingManager):  # type: ignore[misc]
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Release the slots of a completed load."""
         self._unname()
-        self._host.let_go(self._named(keys, req_context))
+        self._host.release(self._named(keys, req_context))
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Mark chunks as recently used."""

@@ -20,7 +20,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvstore.engines.vllm.model_hints import engine_of, tell_adapter
+from kvstore.engines.vllm.model_hints import engine_of, record_adapter
 from kvstore.engines.vllm.settings import ENGINE, Settings
 
 __all__ = ["TriggerKvOffloadingConnector"]
@@ -42,7 +42,7 @@ class TriggerKvOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         """Record the adapter of a request."""
-        tell_adapter([self._engine], request)
+        record_adapter([self._engine], request)
         super().on_new_request(request)
 
     @classmethod

@@ -65,7 +65,7 @@ class RequestRules:
             self._arrivals = Arrivals(client, self._table, tenant=self._tenant)
         self._counts = RuleCounts()  # of a cluster's engine, which has no sessions to fetch
         self._clock = SystemClock()
-        self._told: dict[str, tuple[int, int]] = {}
+        self._reported: dict[str, tuple[int, int]] = {}
 
     def match(self, request: Any) -> Matched:
         """What the rules say of a request of the engine's. It counts as a hit."""
@@ -121,10 +121,10 @@ class RequestRules:
         """Add what each rule has seen since the last call."""
         counts = self._arrivals.counts() if self._arrivals is not None else self._counts.all()
         for name, seen in counts.items():
-            hits, moved_bytes = self._told.get(name, (0, 0))
+            hits, moved_bytes = self._reported.get(name, (0, 0))
             stats.add_of_rule("rule_hits", name, seen.hits - hits)
             stats.add_of_rule("rule_bytes", name, seen.moved_bytes - moved_bytes)
-            self._told[name] = seen.hits, seen.moved_bytes
+            self._reported[name] = seen.hits, seen.moved_bytes
 
 
 def _rules(path: str) -> list[Rule]:

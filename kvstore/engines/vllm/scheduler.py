@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore.clock import SystemClock
 from kvstore.engines.vllm.chain import Chain
-from kvstore.engines.vllm.connector_metadata import Load, Plan, Told, Wanted
+from kvstore.engines.vllm.connector_metadata import Load, Plan, StoredReport, Wanted
 from kvstore.engines.vllm.lookup import NOTHING, Lookups
 from kvstore.engines.vllm.page_transport import open_client
 from kvstore.engines.vllm.request_rules import RequestRules
@@ -57,7 +57,7 @@ class _Request:
     is_unasked: bool = False  # such a look-up has yet to be begun
     asked: bool = False  # whether the answer was waited for
     computed_tokens: int = 0  # what the engine had when it was offered more
-    told_tokens: int = 0  # those, and what was offered and taken: whatever else it has is another connector's
+    accounted_tokens: int = 0  # those, and what was offered and taken: the rest is another connector's
     is_admitted: bool = False  # since the last step
     is_spoilt: bool = False  # it was computed from blocks that did not arrive
     offers: int = 0  # loads that were begun
@@ -151,7 +151,7 @@ class Scheduling:
     def matched(self, request: Any, computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the computed ones can be loaded; None: not known yet."""
         known = self._known(request)
-        known.told_tokens = computed_tokens
+        known.accounted_tokens = computed_tokens
         if self._shares_awaited(known, computed_tokens):
             return None, False
         if known.offers > request.num_preemptions:
@@ -236,7 +236,7 @@ class Scheduling:
                 if not of_group[at].is_null  # outside of the window
             ]
         known.offers += 1
-        known.told_tokens += external_tokens
+        known.accounted_tokens += external_tokens
         if known.waits:
             self._awaited.update(one.digest for one in wanted)
             self._loading.append([block.block_id for block in blocks.blocks[0]])
@@ -296,7 +296,7 @@ class Scheduling:
         """
         has = False
         for known in requests:
-            has |= known.is_admitted and known.request.num_computed_tokens > known.told_tokens
+            has |= known.is_admitted and known.request.num_computed_tokens > known.accounted_tokens
             known.is_admitted = False
         return has
 
@@ -352,9 +352,9 @@ class Scheduling:
         spoilt = {block for blocks in tables for block in blocks[_first_of(missing, blocks) :]}
         self._manager.evict_blocks(spoilt | missing)
 
-    def told(self, told: Told | None) -> None:
+    def process_report(self, report: StoredReport | None) -> None:
         """Process the workers' reports of stored blocks."""
-        for name, workers in (told.stored if told is not None else {}).items():
+        for name, workers in (report.stored if report is not None else {}).items():
             so_far = self._stored_by.pop(name, 0) + workers
             if so_far < self._workers:
                 _remember(self._stored_by, name, so_far)

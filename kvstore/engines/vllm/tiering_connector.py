@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.clock import SystemClock
-from kvstore.engines.vllm.model_hints import Engine, engine_of, tell_adapter
+from kvstore.engines.vllm.model_hints import Engine, engine_of, record_adapter
 from kvstore.engines.vllm.settings import ENGINE
 from kvstore.engines.vllm.tier import TriggerKvTier
 from kvstore.errors import ConfigError
@@ -50,17 +50,17 @@ class TriggerKvTieringConnector(OffloadingConnector):  # type: ignore[misc]
         self._has_work = False  # whether this step computes or copies anything
         self._until_ns = 0  # until when it may wait
 
-        def tell(tier: dict[str, Any]) -> dict[str, Any]:
+        def with_engine(tier: dict[str, Any]) -> dict[str, Any]:
             if role is not KVConnectorRole.SCHEDULER:
                 return tier
             self._engines.append(engine_of(vllm_config, kv_cache_config, tier.get("weights", "")))
             return tier | {ENGINE: self._engines[-1]}
 
-        super().__init__(_with(vllm_config, tell), role, kv_cache_config)
+        super().__init__(_with(vllm_config, with_engine), role, kv_cache_config)
 
     def on_new_request(self, request: Any) -> None:
         """Record the adapter of a request."""
-        tell_adapter(self._engines, request)
+        record_adapter(self._engines, request)
         super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -129,7 +129,7 @@ class TriggerKvTieringConnector(OffloadingConnector):  # type: ignore[misc]
         return super().build_prom_metrics(_with(vllm_config, lambda tier: tier), *arguments, **named)
 
 
-def _with(vllm_config: Any, tell: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+def _with(vllm_config: Any, with_engine: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     """The same configuration with vLLM's tiering spec named and our tiers' settings added."""
     with suppress(ValueError):  # it is already registered
         SecondaryTierFactory.register_tier("triggerkv", TriggerKvTier.__module__, TriggerKvTier.__name__)
@@ -140,7 +140,7 @@ def _with(vllm_config: Any, tell: Callable[[dict[str, Any]], dict[str, Any]]) ->
     if not any(ours):
         raise ConfigError('secondary_tiers has no tier of type "triggerkv".')
     extra["secondary_tiers"] = [
-        tell(tier) if is_ours else tier for tier, is_ours in zip(tiers, ours, strict=True)
+        with_engine(tier) if is_ours else tier for tier, is_ours in zip(tiers, ours, strict=True)
     ]
     changed = copy.copy(vllm_config)
     changed.kv_transfer_config = replace(transfer, kv_connector_extra_config=extra)

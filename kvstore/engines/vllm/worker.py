@@ -11,7 +11,7 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvstore.engines.vllm.connector_metadata import Load, Plan, Told
+from kvstore.engines.vllm.connector_metadata import Load, Plan, StoredReport
 from kvstore.engines.vllm.device_memory import DeviceMemory
 from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.loading import Loaded, Loads
@@ -143,10 +143,10 @@ class Working:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def told(self) -> Told | None:
+    def take_report(self) -> StoredReport | None:
         """The blocks stored since the last call."""
         stored, self._stored = self._stored, {}
-        return Told(stored) if stored else None
+        return StoredReport(stored) if stored else None
 
 
 def _memory(
@@ -203,6 +203,6 @@ class Absent:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def told(self) -> Told | None:
+    def take_report(self) -> StoredReport | None:
         """Nothing is stored."""
         return None

@@ -234,9 +234,9 @@ static uint32_t cut(keep_core *c, uint32_t row, uint32_t chain)
 	return tail;
 }
 
-/* Removes a row from one chain, or from all (KEEP_NO_ID); calls `tell`, if given, for other rows that become tails. If
+/* Removes a row from one chain, or from all (KEEP_NO_ID); calls `on_tail`, if given, for other rows that become tails. If
  * it was removed from one, the row itself may become a tail too. */
-void keep_chain_leave(keep_core *c, uint32_t row, uint32_t chain, keep_tail tell, uint64_t now_ms, int was_free)
+void keep_chain_leave(keep_core *c, uint32_t row, uint32_t chain, keep_tail on_tail, uint64_t now_ms, int was_free)
 {
 	struct keep_chains *chains = &c->chains;
 	uint32_t link = c->rows[row].first_link, kept = 0;
@@ -255,8 +255,8 @@ void keep_chain_leave(keep_core *c, uint32_t row, uint32_t chain, keep_tail tell
 		here->next = chains->free_link;
 		chains->free_link = link;
 		chains->linked--;
-		if (tail != KEEP_NO_ID && tell != NULL)
-			tell(c, tail, row, now_ms, was_free);
+		if (tail != KEEP_NO_ID && on_tail != NULL)
+			on_tail(c, tail, row, now_ms, was_free);
 		link = following;
 	}
 	c->rows[row].first_link = kept;

@@ -226,7 +226,7 @@ void keep_hot_use(keep_hot *h, uint32_t id)
 }
 
 /* Whether a refused caller should try again; reported once. */
-static int tell(keep_hot *h)
+static int take_refused(keep_hot *h)
 {
 	int has_refused = h->has_refused;
 
@@ -236,7 +236,7 @@ static int tell(keep_hot *h)
 
 int keep_hot_release(keep_hot *h, const uint32_t *pieces, uint64_t count)
 {
-	int told = 0;
+	int retry = 0;
 
 	for (uint64_t i = 0; i < count; i++) {
 		struct keep_piece *piece = keep_hot_piece(h, pieces[i]);
@@ -247,16 +247,16 @@ int keep_hot_release(keep_hot *h, const uint32_t *pieces, uint64_t count)
 			continue;
 		if (piece->generation == 0)
 			keep_hot_release_pages(h, pieces[i]);
-		told |= tell(h);
+		retry |= take_refused(h);
 	}
-	return told;
+	return retry;
 }
 
 int keep_hot_look_again(keep_hot *h, const struct keep_uses *uses)
 {
-	int told = keep_hot_release_gone(h, uses);
+	int retry = keep_hot_release_gone(h, uses);
 
-	return told | tell(h);
+	return retry | take_refused(h);
 }
 
 void keep_hot_say(const keep_hot *h, struct keep_hot_said *out)

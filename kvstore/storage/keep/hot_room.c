@@ -16,7 +16,7 @@ static uint8_t has_ended(const struct keep_uses *uses, uint64_t number)
 int keep_hot_release_gone(keep_hot *h, const struct keep_uses *uses)
 {
 	uint32_t next, last = h->rings.links[KEEP_HOT_GONE].before;
-	int told = 0;
+	int retry = 0;
 
 	for (uint32_t id = h->rings.links[KEEP_HOT_GONE].after; id != KEEP_HOT_GONE; id = next) {
 		int is_last = id == last;
@@ -25,12 +25,12 @@ int keep_hot_release_gone(keep_hot *h, const struct keep_uses *uses)
 		if (has_ended(uses, h->pieces[id].known_as)) {
 			h->pieces[id].known_as = 0;
 			keep_rings_unlink(&h->rings, id);
-			told |= keep_hot_release(h, &id, 1);
+			retry |= keep_hot_release(h, &id, 1);
 		}
 		if (is_last)
 			break;
 	}
-	return told;
+	return retry;
 }
 
 void keep_hot_retire(keep_hot *h, uint32_t id, uint64_t known_as, const struct keep_uses *uses)

@@ -199,7 +199,7 @@ uint32_t keep_chain_find(const keep_core *c, uint32_t chain, uint64_t position);
 uint32_t keep_chain_at(const keep_core *c, uint64_t session, uint64_t position);
 int keep_chain_reserve(keep_core *c, uint64_t session, uint64_t rows);
 void keep_chain_join(keep_core *c, uint32_t row, uint64_t session, uint32_t position);
-void keep_chain_leave(keep_core *c, uint32_t row, uint32_t chain, keep_tail tell, uint64_t now_ms, int was_free);
+void keep_chain_leave(keep_core *c, uint32_t row, uint32_t chain, keep_tail on_tail, uint64_t now_ms, int was_free);
 uint32_t keep_chain_stranded(keep_core *c);
 void keep_chain_leave_stranded(keep_core *c);
 

@@ -1,8 +1,8 @@
 """Blocks that have left the index and are being overwritten: quarantined ones and erased ones.
 
 Always holds: their pages count against their tenant until they are in use again. The header of an erased block is
-overwritten last, so that a scan after power loss finds what is left of it (`kvstore.storage.left_places`); until then a
-deletion of its name waits, because its header would bring it back. The same holds for a quarantined block in the
+overwritten last, so that a scan after power loss finds what is left of it (`kvstore.storage.stale_extents`); until then
+a deletion of its name waits, because its header would bring it back. The same holds for a quarantined block in the
 clear, whose owner may be erased; the header of an encrypted one is wiped first.
 """
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
     from kvstore.errors import StorageError
     from kvstore.storage.index import Entry, Index, Name
-    from kvstore.storage.left_places import LeftPlaces
     from kvstore.storage.scrubs import Scrubs
+    from kvstore.storage.stale_extents import StaleExtents
     from kvstore.storage.wipes import Wipes
 
-__all__ = ["LeavingBlocks"]
+__all__ = ["PendingOverwrites"]
 
 
-class LeavingBlocks:
-    """The leaving blocks of one drive."""
+class PendingOverwrites:
+    """The pending overwrites of one drive."""
 
-    def __init__(self, index: Index, left: LeftPlaces, wipes: Wipes, scrubs: Scrubs) -> None:
+    def __init__(self, index: Index, left: StaleExtents, wipes: Wipes, scrubs: Scrubs) -> None:
         self._index = index
         self._left = left
         self._wipes = wipes

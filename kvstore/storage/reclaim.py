@@ -1,4 +1,4 @@
-"""Makes room: evicts what the core plans, in bounded steps between other work, and manages puts that wait.
+"""Reclaims space: evicts what the core plans, in bounded steps between other work, and manages puts that wait.
 
 A put that finds no room waits for pages that are about to become free. If they are not enough, first as many pages as
 it needs are evicted, in the policy's order; if these are not contiguous, the blocks in one place are evicted (see
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import RecordWrite, Writes
 
-__all__ = ["Room"]
+__all__ = ["Reclaim"]
 
 _WHY: Final = {
     Stuck.EMPTY: "no block is stored that could be evicted",
@@ -57,8 +57,8 @@ class _Search:
         self.to_clear: list[int] = []
 
 
-class Room:
-    """The room on one drive."""
+class Reclaim:
+    """Reclaims space on one drive."""
 
     def __init__(
         self, extents: Extents, traffic: Traffic, writes: Writes, wipes: Wipes, keeping: Keeping, clock: Clock

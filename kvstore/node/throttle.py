@@ -1,7 +1,7 @@
-"""Something that is done soon after it is asked for, and not more often than every so many milliseconds.
+"""Throttles an action: it runs soon after it is requested, and at most once in so many milliseconds.
 
-What always holds: it is done after each request: at once if it was not done a moment ago, otherwise once for all
-requests that arrive in the meantime. Nothing is done after `end`.
+What always holds: it runs after each request: at once if it did not run a moment ago, otherwise once for all requests
+that arrive in the meantime. It doesn't run after `end`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
 
-__all__ = ["Pace"]
+__all__ = ["Throttle"]
 
 
-class Pace:
-    """The pace of one thing. Everything happens on the node's loop."""
+class Throttle:
+    """Throttles one action. Everything happens on the node's loop."""
 
     def __init__(
         self,
         clock: Clock,
         later: Callable[[float, Callable[[], object]], None],
-        pace_ms: int,
+        interval_ms: int,
         do: Callable[[], object],
     ) -> None:
-        self._clock, self._later, self._pace_ms, self._do = clock, later, pace_ms, do
+        self._clock, self._later, self._interval_ms, self._do = clock, later, interval_ms, do
         self._next_ns = 0
         self._is_due = self._is_over = False
 
@@ -36,11 +36,11 @@ class Pace:
             self.now()
         elif not self._is_due:
             self._is_due = True
-            self._later(self._pace_ms / 1000, self._come)
+            self._later(self._interval_ms / 1000, self._come)
 
     def now(self) -> None:
         """Do it now."""
-        self._next_ns = self._clock.monotonic_ns() + self._pace_ms * 1_000_000
+        self._next_ns = self._clock.monotonic_ns() + self._interval_ms * 1_000_000
         self._do()
 
     def end(self) -> None:

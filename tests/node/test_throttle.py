@@ -11,7 +11,7 @@ from kvstore.client.block_calls import Stored
 from kvstore.client.blocks import Hit
 from kvstore.durability import Durability
 from kvstore.node import granted_puts, ticks
-from kvstore.node.pace import Pace
+from kvstore.node.throttle import Throttle
 from tests.conftest import ClientWithBuffers, small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
@@ -56,7 +56,7 @@ def test_a_task_that_has_not_just_run_runs_at_once_and_repeats_are_merged() -> N
     def do() -> None:
         done[0] += 1
 
-    pace = Pace(time, time.call_later, 4, do)
+    pace = Throttle(time, time.call_later, 4, do)
     pace.ask()
     assert (done, time.later) == ([1], [])
     for _ in range(5):

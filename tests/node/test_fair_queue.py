@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.limits import SHARES, TURN_BYTES
-from kvstore.node.fair import FairQueue, Places, Shares
+from kvstore.node.fair_queue import FairQueue, Places, Shares
 
 MIB = 1 << 20
 

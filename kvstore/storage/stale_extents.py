@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvstore.storage.wipes import Wipes
     from kvstore.storage.writes import Writes
 
-__all__ = ["LeftPlaces"]
+__all__ = ["StaleExtents"]
 
 _HEADER_PAGES = HEADER_BYTES // PAGE_BYTES
 
@@ -39,7 +39,7 @@ def _nobody(_: Collection[int]) -> None:
     """Ignore the end of an erasure; its caller uses `after_all`."""
 
 
-class LeftPlaces:
+class StaleExtents:
     """The places that are being overwritten."""
 
     def __init__(self, index: Index, writes: Writes, wipes: Wipes, scrubs: Scrubs) -> None:
@@ -97,7 +97,7 @@ class LeftPlaces:
     def after_all(self, then: Callable[[StorageError | None], None]) -> None:
         """Call back when no record that is being erased now has a header any more."""
         self._waiting.append(then)
-        self._tell()
+        self._call_back()
 
     def _overwritten(self, erasure: _Erasure, record: tuple[int, int], is_zero: bool) -> None:  # noqa: FBT001
         erasure.left -= 1
@@ -121,9 +121,9 @@ class LeftPlaces:
         self._error = self._error or error
         if error is None:
             erasure.over({offset for offset, _ in set(erasure.records) - erasure.unwritable})
-        self._tell()
+        self._call_back()
 
-    def _tell(self) -> None:
+    def _call_back(self) -> None:
         while self._waiting:
             first = self._waiting[0]
             if isinstance(first, _Erasure):

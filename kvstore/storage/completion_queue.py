@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["Outbox"]
+__all__ = ["CompletionQueue"]
 
 T = TypeVar("T")
 
 
-class Outbox(Generic[T]):
+class CompletionQueue(Generic[T]):
     """Gathers results and delivers them in batches."""
 
     __slots__ = ("_waiting", "promised")
