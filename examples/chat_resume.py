@@ -26,7 +26,7 @@ def kv_of(number: int) -> bytes:
 
 
 with Client("127.0.0.1:7070", layout=b"my model, bf16") as client:
-    client.status(wait_s=10)  # the node may still be starting
+    client.status(wait_s=60)  # the node may still be starting
     memory = bytearray(BLOCKS_MAX * BLOCK_BYTES)
     region = client.register(memory)
 

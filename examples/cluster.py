@@ -22,7 +22,7 @@ from kvstore.names import block_key
 USERS = [f"user {number}" for number in range(300)]
 
 with Nodes(["127.0.0.1:7070"]) as nodes:
-    nodes.at("127.0.0.1:7070").status(wait_s=10)  # the nodes may still be starting
+    nodes.at("127.0.0.1:7070").status(wait_s=60)  # the nodes may still be starting
     for _ in range(100):
         if len(nodes.map.members) == 3:
             break

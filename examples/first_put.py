@@ -15,7 +15,7 @@ kv_of_a_page = b"the KV of sixteen tokens " * 4096
 memory = bytearray(kv_of_a_page)
 
 with Client("127.0.0.1:7070", layout=b"my model, bf16") as client:
-    client.status(wait_s=10)  # the node may still be starting
+    client.status(wait_s=60)  # the node may still be starting
     region = client.register(memory)  # the fabric reads and writes it: no copy, and no call per block
     page = Block(block_key(b"my model", b"the sixteen tokens"), region, offset=0, length=len(memory))
 

@@ -21,7 +21,7 @@ NODE, CA = "127.0.0.1:7070", "certs/ca.pem"
 key, data = block_key(b"my model", b"the tokens"), b"the KV of a page"
 
 with Client(NODE, ca=CA, token_file="token") as client:
-    client.status(wait_s=10)  # the node may still be starting
+    client.status(wait_s=60)  # the node may still be starting
     client.put_inline(key, data)
     print("got:", client.get_inline(key, len(data)))
 

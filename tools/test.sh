@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All tests, in parts, three at a time: many tests wait for other processes, and leave the cores to the others. The next
-# part begins when one has ended. The longest come first and the shortest last, so all cores have work until shortly
-# before the end. tests/cluster waits most, so it is one of the first three.
+# All tests, in parts, four at a time on two cores: many tests wait for other processes, or for a drive, and leave the
+# cores to the others. The next part begins when one has ended. The longest come first and the shortest last, so all cores
+# have work until shortly before the end.
 #
 # What always holds: each test runs once, in one of the parts; the exit status is 0 only if all have passed. All failures
 # are listed at the end.
@@ -21,12 +21,12 @@ unset PYTHONDONTWRITEBYTECODE
 export OPENBLAS_NUM_THREADS=1
 if (($#)) && [[ $1 != hostile && $1 != engines ]]; then exec "$py" -m pytest "$@"; fi
 
-beside=3
-parts=(client cluster storage conformance nic_offload node programs sim)
+beside=4
+parts=(client cluster node nic_offload storage conformance programs sim)
 declare -A paths=([programs]="tests/benchmarks tests/crash tests/examples")
 for name in "${parts[@]}"; do paths[$name]=${paths[$name]:-tests/$name}; done
 paths[rest]=$(for name in "${parts[@]}"; do printf -- '--ignore=%s ' ${paths[$name]}; done)" --ignore=tests/hostile"
-parts=(client rest "${parts[@]:1}")
+parts=("${parts[@]:0:3}" rest "${parts[@]:3}")
 paths[counts]="tests/hostile/test_counts.py tests/hostile/test_many_clients.py"
 paths[hostile]="tests/hostile $(printf -- '--ignore=%s ' ${paths[counts]})"
 paths[vllm]="tests/engines/test_vllm*.py"

@@ -436,7 +436,7 @@ def test_bytes_are_exact_while_blocks_enter_and_leave_the_shelf(tmp_path: Path) 
     """Four users put, get and delete each other's latest blocks, in a memory too small for all."""
     blocks, length = 40, 6 * MIB
     contents = [random.Random(number).randbytes(length) for number in range(blocks)]
-    until_s = time.monotonic() + 8
+    until_s = time.monotonic() + 3
     hits: list[int] = []
 
     def use(target: str, seed: int) -> None:
