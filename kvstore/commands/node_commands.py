@@ -200,7 +200,8 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "trace",
         help="show the eight steps of a session's last turns, with times",
         description="Show the events of a session's last turns, from the node and its clients: the eight steps"
-        " from registering memory to resuming the session. Exit status 3 if the node has none, or no such session.",
+        " from registering memory to resuming the session. It says when each step happened; why blocks hit or missed,"
+        " `kvstore explain --session` says. Exit status 3 if the node has no events, or no such session.",
     )
     trace.add_argument("session", metavar="SESSION", help="the session's name")
     reach_node(trace, whose_user=True)
@@ -210,8 +211,8 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "explain",
         help="say why a request's blocks hit or missed, how long it took, and what to do about it",
         description="Show for each look-up of a request which blocks hit or missed, why, where the time went,"
-        " and what to do about it. In a cluster, all nodes are asked. Exit status 3 if there is no"
-        " such look-up.",
+        " and what to do about it. In a cluster, all nodes are asked. It lists look-ups; when a session's puts and the"
+        " client's own steps happened, `kvstore trace` says. Exit status 3 if there is no such look-up.",
     )
     explain.add_argument(
         "request", nargs="?", default="", metavar="REQUEST", help="the engine's id of the request"

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b f4099479effd36af88d0aa39252e8b68
+# Generated from proto sources with BLAKE2b 1cb882bca73e51e4b2dc0041b00e3dab
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
