@@ -74,15 +74,28 @@ class Engine:
 
         self.device.compute.queue(kernel)
 
-    def step(self, wanted: Sequence[Wanted], values: Values, **settle: bool) -> None:
-        """A forward pass that fills blocks, and one that overwrites them at once."""
+    def step(
+        self,
+        wanted: Sequence[Wanted],
+        values: Values,
+        *,
+        is_sound: bool = True,
+        again: Sequence[int] = (),
+    ) -> None:
+        """A forward pass that fills blocks, and one that overwrites them at once.
+
+        The layers with the numbers `again` are computed once more in it, and only then have their values.
+        """
         saves = self.transport.saves
         saves.begin(wanted)
-        for at, (name, cache) in enumerate(self.caches.items()):
+        order = [(at, at not in again) for at in range(LAYERS)] + [(at, True) for at in again]
+        names = list(self.caches)
+        for at, is_last in order:
             for one in wanted:
-                self.compute(cache, one.block, values[one.block][at])
-            saves.layer_done(name)
-        saves.settle(is_sound=settle.get("is_sound", True))
+                written = values[one.block][at]
+                self.compute(self.caches[names[at]], one.block, written if is_last else written ^ 0xFFFF)
+            saves.layer_done(names[at])
+        saves.settle(is_sound=is_sound)
         for cache in self.caches.values():
             for one in wanted:
                 self.compute(cache, one.block, np.full_like(pages(cache)[one.block], 0xDEAD))

@@ -129,6 +129,47 @@ def test_bytes_are_exact_in_any_order_of_streams(memory_node: MemoryNode, seed: 
     engine.close()
 
 
+@pytest.mark.parametrize("again", [(5,), (4, 5, 5), (0, 3)], ids=["one draft layer", "drafts", "others"])
+def test_layers_that_a_step_computes_again_are_stored_with_their_last_values(
+    memory_node: MemoryNode, monkeypatch: pytest.MonkeyPatch, again: tuple[int, ...]
+) -> None:
+    """A draft model computes its layers for each token that it drafts, all in one step."""
+    monkeypatch.setattr(groups, "OBJECT_BYTES_MAX", 3 * PAGE_BYTES)
+    for seed in range(6):
+        device = HostDevice(seed)
+        engine = engine_of(memory_node, device)
+        with running(device):
+            wanted, values = wanted_of(1, 2, 20), random_values(SHAPE, [1, 2, 20])
+            engine.step(wanted, values, again=again)
+            assert len(engine.saved(3)) == 3
+            assert totals(engine) == {"pages": 3, "failed": 0, "skipped": 0, "withheld": 0}
+            is_exact(engine, wanted, values)
+        engine.close()
+
+
+def test_an_object_whose_layer_is_computed_again_waits_for_the_last_copy(
+    engine: Engine, device: Refusing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "OBJECT_BYTES_MAX", 3 * PAGE_BYTES)
+    vars(engine.identity.groups[0]).pop("runs", None)  # made with the limit of before
+    wanted, values = wanted_of(5), random_values(SHAPE, [5])
+    client: Any = engine.transport._client  # type: ignore[attr-defined]
+    (first, second) = engine.identity.groups[0].objects([wanted[0].digest], 0)
+
+    def stored() -> list[bool]:
+        return [type(one).__name__ == "Stored" for one in client.exists([first, second], timeout_s=5)]
+
+    engine.step(wanted, values, again=[5])
+    flag = engine.transport.saves._flag  # type: ignore[attr-defined]
+    while not flag.has(2):  # all layers were copied once, and the last is to be computed again
+        assert device.step()
+    wait_for(lambda: stored()[0], "the object whose layers are not computed again")
+    assert stored() == [True, False]
+    with running(device):
+        assert len(engine.saved(1)) == 1
+        is_exact(engine, wanted, values)
+
+
 def test_nothing_is_sent_before_the_device_has_copied_it(
     engine: Engine, device: Refusing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,17 +249,6 @@ def test_an_inconsistent_or_incomplete_step_is_withheld(engine: Engine, device: 
         engine.step(wanted, values)
         assert len(engine.saved(1)) == 1, "the memory was free again"
         is_exact(engine, wanted, values)
-
-
-def test_a_step_that_computes_a_layer_twice_is_not_stored(engine: Engine, device: Refusing) -> None:
-    saves = engine.transport.saves
-    with running(device):
-        saves.begin(wanted_of(1))
-        for name in (*names(), names()[0]):
-            saves.layer_done(name)
-        saves.settle(is_sound=True)
-        engine.saved(1)
-    assert totals(engine)["failed"] == 1
 
 
 @pytest.mark.parametrize("accepts", [0, 1, 2])

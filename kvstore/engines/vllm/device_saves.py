@@ -5,10 +5,12 @@ page-locked memory that is registered with the fabric and, after an object's las
 flag word; this fires the puts that `saving`'s thread has armed on it. The step ends with an event that the compute
 stream waits for, so that blocks are not written to before they are copied; it waits for copies, and never for the node.
 
-What always holds: the guarantees of `saving`; memory of a batch is reused only after the flag has shown that all copies
-into it are done. A step that finds no room is skipped and counted. If the device refuses work, nothing of the step is
-sent.
-What it doesn't do: save a step in which a layer is computed twice.
+A step may compute a layer several times: a draft model does for each token that it drafts after the first. The layer is
+copied each time, and its objects wait for the step's last number.
+
+What always holds: the guarantees of `saving`; an object is sent only with what the step computed last; memory of a
+batch is reused only after the flag has shown that all copies into it are done. A step that finds no room is skipped and
+counted. If the device refuses work, nothing of the step is sent.
 """
 
 from __future__ import annotations
@@ -45,9 +47,8 @@ class DeviceSaves(Saves):
         self._on_device, self._flag = memory, flag
         self._side = memory.device.open_stream()
         self._opened: list[Batch] | None = None  # this step's
-        self._left: dict[
-            tuple[int, int], set[str]
-        ] = {}  # by group and object: layers that are not copied yet
+        self._members: dict[tuple[int, int], frozenset[str]] = {}  # by group and object: its layers
+        self._left: dict[tuple[int, int], set[str]] = {}  # of these, the ones that are not copied yet
         self._is_broken = False
         self._held: deque[Batch] = deque()  # the thread's own: released, but copies may be pending
 
@@ -58,22 +59,19 @@ class DeviceSaves(Saves):
 
     def layer_done(self, name: str) -> None:
         """Queue the copies of a layer whose work is queued on the compute stream."""
-        is_first = name in self._undone
         super().layer_done(name)
         if not self._blocks or name not in self._layers:
-            return
-        if not is_first:
-            self._is_broken = True
             return
         if self._opened is None:
             self._opened = list(self._reserve(self._blocks))
             for batch in self._opened:
                 batch.thresholds = [0] * len(self._memory.groups[batch.blocks[0].group].runs)
-            self._left = {
-                (number, at): {group.layer_names[layer] for layer in run}
+            self._members = {
+                (number, at): frozenset(group.layer_names[layer] for layer in run)
                 for number, group in enumerate(self._memory.groups)
                 for at, run in enumerate(group.runs)
             }
+            self._left = {which: set(names) for which, names in self._members.items()}
         try:
             self._capture(name, self._opened)
         except KvError as error:
@@ -89,6 +87,8 @@ class DeviceSaves(Saves):
         try:
             if batches:
                 copied_at = self._flag.store_next(self._side)
+                for batch in batches:
+                    batch.thresholds = [value or copied_at for value in batch.thresholds]
                 device.wait(device.current_stream(), device.record(self._side))
         except KvError as error:
             self._refused(error)
@@ -114,14 +114,17 @@ class DeviceSaves(Saves):
         for batch in batches:
             if name in group_of[batch.blocks[0].group].layer_names:
                 device.copy(self._side, self._copies(batch, name))
-        for (number, at), left in self._left.items():
+        for (number, at), members in self._members.items():
+            if name not in members:
+                continue
+            of_group = [batch for batch in batches if batch.blocks[0].group == number]
+            left, value = self._left[number, at], 0
             if name in left:
                 left.discard(name)
-                of_group = [batch for batch in batches if batch.blocks[0].group == number]
                 if not left and of_group:
                     value = self._flag.store_next(self._side)
-                    for batch in of_group:
-                        batch.thresholds[at] = value
+            for batch in of_group:
+                batch.thresholds[at] = value  # 0: the step's last number
 
     def _copies(self, batch: Batch, name: str) -> Iterator[Copy]:
         group = self._memory.groups[batch.blocks[0].group]
