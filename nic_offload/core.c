@@ -213,8 +213,10 @@ static void close_regions_of(struct tk_fabric *fabric, const struct tk_endpoint 
  * may complete an operation later still: then the items are kept until it does. */
 int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
-	if (fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint) && nic_flush(fabric) == NOT_YET)
+	if (fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint) && nic_flush(fabric) == NOT_YET) {
+		withdraw_all(fabric, endpoint); /* what was taken back before the flush must not fire during it */
 		return NOT_YET;
+	}
 	receivers_end(fabric, endpoint);
 	lanes_forget(fabric, endpoint);
 	withdraw_all(fabric, endpoint);

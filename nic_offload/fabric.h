@@ -132,6 +132,7 @@ struct tk_counter {
 
 	/* Used only by the thread that runs the rounds. */
 	uint64_t mirrored; /* the value of `word` up to which `nic` has been moved */
+	int is_behind;	   /* `nic` stands still: the NIC may have operations that were taken back, until a flush */
 	struct waiting *heap;
 	uint32_t count, capacity;
 	uint32_t held; /* operations at the NIC that have not fired, as far as known */

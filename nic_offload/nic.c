@@ -217,7 +217,7 @@ void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint6
 	struct nic *nic = &fabric->nic;
 	if (value > nic_value_max(nic))
 		value = nic_value_max(nic);
-	if (value <= counter->mirrored)
+	if (value <= counter->mirrored || counter->is_behind)
 		return;
 	if (counter->held) {
 		uint64_t now_ns = tk_now_ns();

@@ -7,8 +7,10 @@
  * were under way, the flush dropped its flag, and the agent puts it once the bytes have arrived.
  *
  * The flush takes a second, and a separate thread waits for it. Meanwhile nothing is handed over, and no counter of the
- * NIC is read or set, because that would have to wait for the flush; everything else goes on. Operations that the NIC
- * held when the flush began, and counters without a word, make no progress until it ends. Commands that need it are
+ * NIC is read or set, because that would have to wait for the flush; everything else goes on. Operations that wait for a
+ * word are taken back before the flush begins, and the agent fires them: only we move the NIC's counter for a word, so
+ * none of them can have fired, and none can until the flush has dropped it, because the counter stands still until then.
+ * Operations that wait for a counter without a word make no progress until the flush ends. Commands that need it are
  * postponed until then (core.c).
  *
  * What can't be known: whether an operation whose counter reached its threshold during the flush had fired before it.
@@ -89,6 +91,7 @@ static void settle_cut(struct tk_fabric *fabric, struct slot *slot)
 static void settle_flushed(struct tk_fabric *fabric, struct slot *slot)
 {
 	if (slot->lost) {
+		slot->trigger->is_behind = 0;
 		slot->moved_before = fi_cntr_read(slot->moved);
 		slot->done_before = fi_cntr_read(slot->done);
 		nic_find_again(fabric, slot);
@@ -130,6 +133,22 @@ static void look_before(struct nic *nic)
 	}
 }
 
+/* The steps stay at the NIC until a flush has succeeded. Until then the counter that they wait for must not move. */
+static void take_back_early(struct tk_fabric *fabric)
+{
+	struct nic *nic = &fabric->nic;
+	for (uint32_t i = 0; i < nic->slots_opened; i++) {
+		struct slot *slot = &nic->slots[i];
+		if (!slot->work || slot->fired)
+			continue;
+		struct tk_counter *trigger = slot->work->op.trigger;
+		if (!trigger->word || slot->work->op.threshold <= trigger->mirrored)
+			continue;
+		trigger->is_behind = 1;
+		nic_taken_back(fabric, slot, 1);
+	}
+}
+
 static void *flush(void *argument)
 {
 	struct tk_fabric *fabric = argument;
@@ -155,6 +174,7 @@ int nic_flush(struct tk_fabric *fabric)
 		return 0;
 	if (nic->flushing)
 		return NOT_YET;
+	take_back_early(fabric);
 	look_before(nic);
 	nic->flushed = 0;
 	nic->flushing = !pthread_create(&nic->flusher, NULL, flush, fabric);

@@ -167,7 +167,7 @@ int nic_hand_over(struct tk_fabric *fabric, struct tk_counter *counter)
 {
 	struct nic *nic = &fabric->nic;
 	int busy = 0;
-	if (nic->flushing || (nic->try_again_ns && fabric->now_ns < nic->try_again_ns))
+	if (nic->flushing || counter->is_behind || (nic->try_again_ns && fabric->now_ns < nic->try_again_ns))
 		return 0;
 	nic->try_again_ns = 0;
 	while (counter->count && nic->room >= STEPS_MAX && may_be_held(fabric, counter->heap[0].work)) {

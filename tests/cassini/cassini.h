@@ -220,6 +220,7 @@ struct domain {
 	uint64_t late_ns, late_until_ns; /* until then, what is due fires so much later */
 	long fails_every, fails_from; /* every such write of at least so many bytes fails; 0: none does */
 	long writes;		      /* of so many bytes */
+	long flushes_to_fail;	      /* the first ones; they drop nothing */
 	uint32_t chance;
 	bool hybrid_descriptors, match_events, optimized_regions, key_cache, takes_devices;
 };

@@ -230,6 +230,7 @@ int domain_open(struct fid_fabric *fid, struct fi_info *info, struct fid_domain 
 	domain->late_until_ns = now_ns() + LATE_FOR_NS;
 	domain->fails_every = setting("SOFT_CASSINI_FAIL_EVERY", 0);
 	domain->fails_from = setting("SOFT_CASSINI_FAIL_FROM", sizeof(uint64_t) + 1);
+	domain->flushes_to_fail = setting("SOFT_CASSINI_FLUSHES_FAIL", 0);
 	domain->chance = 1;
 	domain->fabric = (struct fabric *)fid;
 	domain->optimized_regions = domain->key_cache = true;

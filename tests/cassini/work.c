@@ -290,14 +290,17 @@ static void drop_all(struct domain *domain)
 }
 
 /* Drops all of the domain's unfired work, without an entry or a count. It takes a second, and other commands wait for
- * it: queueing work, and reading a counter. */
+ * it: queueing work, and reading a counter. The first ones may be set to fail, and then drop nothing. */
 int work_flush(struct domain *domain)
 {
 	long flush_ms = setting("SOFT_CASSINI_FLUSH_MS", FLUSH_MS);
 	struct timespec pause = {.tv_sec = flush_ms / 1000, .tv_nsec = flush_ms % 1000 * 1000000};
 	pthread_mutex_lock(&domain->commands);
 	domain_lock(domain);
-	drop_all(domain);
+	int fails = domain->flushes_to_fail > 0;
+	domain->flushes_to_fail -= fails;
+	if (!fails)
+		drop_all(domain);
 	domain_unlock(domain);
 	nanosleep(&pause, NULL);
 	domain_lock(domain);
@@ -305,5 +308,5 @@ int work_flush(struct domain *domain)
 		endpoint_progress(endpoint);
 	domain_unlock(domain);
 	pthread_mutex_unlock(&domain->commands);
-	return 0;
+	return fails ? -FI_EIO : 0;
 }

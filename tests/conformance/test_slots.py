@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
+
+import pytest
 
 from nic_offload.fabric import EventKind
 from tests.conformance.backends import Gate, Stage, each_once, lands, through
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 PUTS = 252  # with a flag each, as many as there are slots for
 TAKEN = 401  # an odd number is left: some put finds a slot for its first step alone
 LENGTH = 512
+HELD = 4
+LONG_FLUSH_MS = 1000  # during which all puts leave
 FLUSH_S = 0.2  # a close that takes so long has waited for a flush
 
 
@@ -94,3 +99,40 @@ def test_closing_one_endpoint_does_not_stop_the_others(backend: Backend) -> None
         stage.settle(gate)
         assert [far.word(i).load() for i in range(20)] == [0] * 20
         assert took[0] < FLUSH_S or longest < took[0] / 2, (longest, took)
+
+
+def test_closing_one_endpoint_delays_no_put_that_waits_for_a_word(backend: Backend) -> None:
+    """Others' puts that the NIC holds leave as their word is stored to, also while it returns a closed one's."""
+    if backend.nic_counts:
+        pytest.skip("puts that wait for a counter of the NIC's stand still during a flush")
+    with Stage(backend) as stage:
+        closed, held, near, far = stage.gate(), stage.gate(), stage.near, stage.far
+        way = through(near, far)
+        way.arm(*(way.put(i, LENGTH, flag=(i, 1), fires=(closed.counter, 1)) for i in range(20)))
+        tags = range(100, 100 + HELD)
+        there = stage.there
+        there.arm(
+            *(
+                there.put(tag, LENGTH, flag=(tag, 1), fires=(held.counter, i + 1))
+                for i, tag in enumerate(tags)
+            )
+        )
+        stage.settle()
+        if backend.provider == "cxi":
+            assert near.fabric.statistics().held == 20 + HELD
+        closing = threading.Thread(target=way.endpoint.close)
+        closing.start()
+        if backend.provider == "cxi":
+            wait_until(lambda: near.fabric.statistics().held < 20 + HELD, "the flush to begin")
+        for i, tag in enumerate(tags):
+            held.raise_to(i + 1)
+            lands(far.word(tag), 1)
+        is_closing = closing.is_alive()
+        closing.join()
+        closed.raise_to(1)
+        stage.settle(closed)
+        each_once(near, tags, EventKind.DONE)
+        assert [far.word(i).load() for i in range(20)] == [0] * 20
+        assert near.fabric.statistics().slots_lost == 0
+        if backend.provider == "cxi" and int(os.environ["SOFT_CASSINI_FLUSH_MS"]) >= LONG_FLUSH_MS:
+            assert is_closing, "all of them left during the flush"
