@@ -70,6 +70,7 @@ uint32_t tk_library_version(void);
 /* The longest message, flag included, whose flag is written last. It follows from the provider's guarantees: the orders
  * of its writes, the size up to which they hold, the target ranges and the parts that a message may have. 0: none. */
 uint64_t tk_order_max(uint64_t orders, uint64_t size_max, uint64_t ranges, uint64_t parts);
+int tk_keeps_order(uint64_t orders, uint64_t size_max);
 int tk_library_providers(struct tk_provider_info *out, int out_max);
 
 int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, uint64_t answer_ns, uint32_t flags,

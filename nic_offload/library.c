@@ -155,9 +155,15 @@ size_t library_order_max(const struct fi_info *info)
 			    info->tx_attr->rma_iov_limit, info->tx_attr->iov_limit);
 }
 
+/* Whether a word that is written after another one to the same place stays there. */
+int tk_keeps_order(uint64_t orders, uint64_t size_max)
+{
+	return orders & (FI_ORDER_WAW | FI_ORDER_RMA_WAW) && size_max >= sizeof(uint64_t);
+}
+
 int library_keeps_order(const struct fi_info *info)
 {
-	return !!(info->tx_attr->msg_order & info->rx_attr->msg_order & (FI_ORDER_WAW | FI_ORDER_RMA_WAW));
+	return tk_keeps_order(info->tx_attr->msg_order & info->rx_attr->msg_order, info->ep_attr->max_order_waw_size);
 }
 
 int library_has_streams(const char *provider_name)

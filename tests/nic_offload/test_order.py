@@ -26,3 +26,19 @@ def test_the_longest_message_that_is_written_in_order(
     orders: int, size_max: int, ranges: int, parts: int, kept: int
 ) -> None:
     assert lib.tk_order_max(orders, size_max, ranges, parts) == kept
+
+
+@pytest.mark.parametrize(
+    ("orders", "size_max", "kept"),
+    [
+        pytest.param(WAW, ANY, 1, id="net, tcp: any size"),
+        pytest.param(RMA_WAW, 8, 1, id="a word"),
+        pytest.param(WAW, 4, 0, id="less than a word"),
+        pytest.param(WAW, 0, 0, id="shm: for no size"),
+        pytest.param(SAS, ANY, 0, id="messages, not writes"),
+    ],
+)
+def test_words_keep_their_order_only_if_it_holds_for_their_size(
+    orders: int, size_max: int, kept: int
+) -> None:
+    assert lib.tk_keeps_order(orders, size_max) == kept
