@@ -133,9 +133,13 @@ void pieces_fill(const struct tk_pieces *pieces, struct pieces_end *end, const c
 
 void tk_scatter(const struct tk_scattered *blocks, uint32_t count)
 {
+	uint64_t bytes = 0;
+	for (uint32_t i = 0; i < count; i++)
+		bytes += blocks[i].pieces->bytes;
+	copy_bytes copy = copy_for(bytes);
 	for (uint32_t i = 0; i < count; i++) {
 		struct pieces_end end = {0};
-		pieces_fill(blocks[i].pieces, &end, (const char *)blocks[i].source, blocks[i].pieces->bytes, copy_for(0), NULL);
+		pieces_fill(blocks[i].pieces, &end, (const char *)blocks[i].source, blocks[i].pieces->bytes, copy, NULL);
 	}
 }
 
