@@ -480,6 +480,7 @@ ENGINE_SLOTS_BYTES = 64 << 20  # of the node's memory for puts of one engine
 ENGINE_MOVE_MS = 30_000  # for the blocks of one session of transformers
 ENGINE_DEVICE_COPY_MS = 10_000  # for a device to copy blocks between its memory and the host's
 ENGINE_DEVICE_POLL_MS = 1  # between two polls of such copies
+ENGINE_DEVICE_CLOSE_MS = 10_000  # for a device to end its work before its memory is released
 ENGINE_MOVING_BYTES = 64 << 20  # of transformers' blocks in flight, unless one block is larger
 ENGINE_SLOTS_MAX = 64  # of one session of transformers
 LMCACHE_THREADS = 4  # of one connector

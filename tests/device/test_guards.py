@@ -270,6 +270,15 @@ def test_memory_of_a_transport_that_could_not_be_made_is_not_registered_any_more
     assert not device._mapped
 
 
+def test_a_device_that_can_not_store_to_a_flag_is_refused_when_it_is_opened(memory_node: MemoryNode) -> None:
+    """Otherwise no memory for copies would ever be given back, and no block be stored."""
+    device = Refusing()
+    device.refused.add("store")
+    with pytest.raises(CudaUnavailable, match="has no kernel"):
+        engine_of(memory_node, device)
+    assert not device._mapped
+
+
 @pytest.mark.parametrize("call", ["copy", "record", "wait", "store"])
 def test_a_device_that_refuses_work_costs_the_step_and_not_the_engine(
     engine: Engine, device: Refusing, call: str

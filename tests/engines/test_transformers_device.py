@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is in .venv-engines only: mak
 from transformers import DynamicCache  # noqa: E402
 
 from kvstore.client import Client  # noqa: E402
+from kvstore.engines import device_release  # noqa: E402
 from kvstore.engines.transformers import CacheStore, device_copies, moving  # noqa: E402
 from kvstore.engines.transformers.copies import scatter  # noqa: E402
 from kvstore.engines.transformers.token_blocks import pieces  # noqa: E402
@@ -275,6 +276,50 @@ def test_copies_before_a_refused_one_are_waited_for(node: NodeProcess, *, loads:
         assert _same(first.resume(_tokens(101)).cache, live)
         assert gate.is_set()
         opens.join()
+
+
+class _Reset(HostDevice):
+    """A device whose every call fails after a reset."""
+
+    is_reset = False
+
+    def unmap(self, address: int) -> None:
+        if self.is_reset:
+            raise DeviceError("cuCtxSynchronize failed: the device was reset (700).")
+        super().unmap(address)
+
+
+def test_a_store_closes_after_a_reset_of_its_device(
+    node: NodeProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, tokens, live = _computed("full", 100)
+    device = _Reset(2)
+    with (
+        running(device),
+        caplog.at_level(logging.WARNING),
+        CacheStore(node.target, model, block_tokens=16, device=device) as store,
+    ):
+        assert store.session("ada", "reset").save(live, tokens).error is None
+        device.is_reset = True
+    assert ["not released" in one.getMessage() for one in caplog.records] == [True]
+
+
+def test_a_store_closes_within_a_bound_while_its_device_stands_still(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device_release, "ENGINE_DEVICE_CLOSE_MS", 50)
+    model, gate = _model("full"), threading.Event()
+    device = _Reset(2)
+
+    def stands_still(address: int) -> None:
+        gate.wait()
+        HostDevice.unmap(device, address)
+
+    monkeypatch.setattr(device, "unmap", stands_still)
+    with caplog.at_level(logging.WARNING):
+        CacheStore(node.target, model, block_tokens=16, device=device).close()
+    gate.set()
+    assert ["has not ended its work in time" in one.getMessage() for one in caplog.records] == [True]
 
 
 class _Full(HostDevice):

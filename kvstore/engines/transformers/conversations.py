@@ -222,9 +222,13 @@ class CacheStore:
                 _check_tensor(number, tensor, (1, shape.heads, kept, numbers), self.shapes.dtype)
 
     def close(self) -> None:
-        """Release the node."""
+        """Release the node; another thread's save or resume ends with an error.
+
+        It waits for the device's copies within a bound, and a device that was reset is no error.
+        """
         if self.arrivals is not None:
             self.arrivals.close()
+        self._mover.client.close()
         with self._lock:
             self._mover.close()
             if self.copies is not None:

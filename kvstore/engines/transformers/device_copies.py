@@ -11,6 +11,7 @@ What it doesn't do: register a device's memory with the fabric.
 
 from __future__ import annotations
 
+import logging
 from itertools import groupby
 from threading import Event
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +21,7 @@ import torch
 
 from kvstore.clock import SystemClock
 from kvstore.engines.copy_flag import CopyFlag
+from kvstore.engines.device_release import release
 from kvstore.engines.transformers.copies import newest
 from kvstore.errors import DeviceError
 from kvstore.limits import ENGINE_DEVICE_COPY_MS, ENGINE_DEVICE_POLL_MS
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from nic_offload.device import Device
 
 __all__ = ["DeviceCopies", "DeviceGathered"]
+
+log = logging.getLogger(__name__)
 
 
 class _Part(NamedTuple):
@@ -89,12 +93,12 @@ class DeviceCopies:
     """The copies of one store. One thread uses it at a time."""
 
     def __init__(self, device: Device, memory: mmap.mmap) -> None:
-        self.device = device
+        self.device, self._memory = device, memory
         self._stream = device.open_stream()
         self._begin = address_of(memory)
         self._mapped = device.map(self._begin, len(memory))
         try:
-            self.flag = CopyFlag(device)
+            self.flag = CopyFlag(device, self._stream)
         except BaseException:
             self._mapped.close()
             raise
@@ -162,9 +166,10 @@ class DeviceCopies:
         return self._begin + offset
 
     def close(self) -> None:
-        """Wait for the device, and release what is page-locked."""
-        self._mapped.close()
-        self.flag.close()
+        """Release what is page-locked once the device has ended its work; later, and by itself, if that takes long."""
+        error = release([self._mapped, self.flag], self._memory)
+        if error is not None:
+            log.warning("Page-locked memory was not released: %s", error)
 
 
 class DeviceGathered:

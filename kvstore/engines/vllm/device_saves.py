@@ -42,10 +42,12 @@ log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the 
 class DeviceSaves(Saves):
     """The saves of a worker. Called from the engine's thread only, except the methods of its own thread."""
 
-    def __init__(self, memory: DeviceMemory, staging: mmap.mmap, sender: Sender, flag: CopyFlag) -> None:
+    def __init__(
+        self, memory: DeviceMemory, staging: mmap.mmap, sender: Sender, flag: CopyFlag, side: object
+    ) -> None:
+        """`side` is the stream of the flag."""
         super().__init__(memory, staging, sender)
-        self._on_device, self._flag = memory, flag
-        self._side = memory.device.open_stream()
+        self._on_device, self._flag, self._side = memory, flag, side
         self._opened: list[Batch] | None = None  # this step's
         self._members: dict[tuple[int, int], frozenset[str]] = {}  # by group and object: its layers
         self._left: dict[tuple[int, int], set[str]] = {}  # of these, the ones that are not copied yet

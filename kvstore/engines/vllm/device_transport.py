@@ -75,12 +75,13 @@ class DeviceTransport:
             windows_bytes = VLLM_DEVICE_WINDOWS * self._window_bytes
             self._arrivals = undo.enter_context(LoadMemory(client, memory.device, windows_bytes))
             self._mapped = undo.enter_context(memory.device.map(address_of(copies), len(copies)))
-            flag = CopyFlag(memory.device)
+            side = memory.device.open_stream()
+            flag = CopyFlag(memory.device, side)
             undo.callback(flag.close)
             sender = PutSender(client, client.register(copies), slots, timeout_s, flag.word)
             undo.pop_all()
         self.name = self._arrivals.name
-        self.saves = DeviceSaves(memory, copies, sender, flag)
+        self.saves = DeviceSaves(memory, copies, sender, flag, side)
 
     def before_loads(self) -> None:
         """Loads write to blocks only after earlier work on them has ended."""
