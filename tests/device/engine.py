@@ -53,11 +53,12 @@ class Engine:
         node: HasTarget,
         shape: str = "[2, blocks] NHD",
         device: HostDevice | None = None,
+        window_tokens: int = 0,
         **settings: Any,
     ) -> None:
         self.device = device or HostDevice()
         self.caches = caches_of(shape)
-        self.identity = identity_of("e")
+        self.identity = identity_of("e", window_tokens)
         self.memory = DeviceMemory(self.device, self.caches, self.identity.groups, 0, BLOCKS)
         given = {"node": node.target, "host_bytes": 64 * LAYERS * PAGE_BYTES, **settings}
         self.settings = Settings.of_vllm(given)

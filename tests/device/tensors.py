@@ -95,7 +95,7 @@ def pages(cache: HostTensor) -> np.ndarray[Any, Any]:
     return array
 
 
-def identity_of(engine: str) -> Identity:
+def identity_of(engine: str, window_tokens: int = 0) -> Identity:
     layout = Layout(
         model="m",
         weights="w",
@@ -105,7 +105,7 @@ def identity_of(engine: str) -> Identity:
         order=Order.OPAQUE,
         engine=engine,
     )
-    return Identity((Group(0, TOKENS, 0, names(), (layout,), PAGE_BYTES),), layout.canonical)
+    return Identity((Group(0, TOKENS, window_tokens, names(), (layout,), PAGE_BYTES),), layout.canonical)
 
 
 @contextmanager

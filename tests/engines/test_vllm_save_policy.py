@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,10 @@ import tests.engines.pretend  # noqa: F401  # isort: skip - it is how vLLM is im
 
 from kvstore.client import Client
 from kvstore.engines.vllm.scheduler import Scheduling
+from kvstore.errors import NoSession
 from kvstore.testing import MemoryNode
 from nic_offload.host_device import HostDevice
-from tests.device.engine import Engine, random_values
+from tests.device.engine import Engine, random_values, wait_for
 from tests.device.tensors import BLOCKS, LAYERS, TOKENS, pages, running
 
 if TYPE_CHECKING:
@@ -48,10 +50,11 @@ def request() -> Any:
 class Answer:
     """A request that is computed token by token; its blocks are 1, 2, ... of the device's."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, **named: str) -> None:
         self.engine, self.request = engine, request()
+        self.request.kv_transfer_params = named or None
         self.side = Scheduling(engine.settings, engine.identity, with_events=False, loads=False)
-        self.side.bind(SimpleNamespace(get_block_ids=lambda _: (list(range(1, BLOCKS)),)))
+        self.side.bind(SimpleNamespace(get_block_ids=self._block_ids))
         self.side.new_request(self.request)
         self.side.allocated(self.request, None, 0)
         self.values = random_values(SHAPE, range(1, FULL + 1))
@@ -66,6 +69,14 @@ class Answer:
             yield plan.saves
             one.num_computed_tokens += new
             one.all_token_ids.append(7)
+
+    def _block_ids(self, _: str) -> tuple[list[int]]:
+        """As vLLM has them: 0 for those that no token of the next step looks at."""
+        (group,) = self.engine.identity.groups
+        left = 0
+        if group.window_tokens:
+            left = max(0, self.request.num_computed_tokens - group.window_tokens + 1) // TOKENS
+        return ([0] * left + list(range(1, BLOCKS))[left:],)
 
     def _compute(self, saves: list[Wanted], blocks: range) -> None:
         transfers = self.engine.transport.saves
@@ -128,4 +139,39 @@ def test_blocks_that_are_computed_again_are_saved_with_the_next_ones() -> None:
         assert side._full(known, 96, 16) == []
         assert known.saved == [6]
         assert len(side._full(known, 112, 40)) == 3
+        engine.close()
+
+
+@pytest.mark.parametrize("window", [TOKENS, 40, 64])
+def test_blocks_are_saved_before_they_leave_their_window_and_the_session_is_recorded(window: int) -> None:
+    """Though an answer is saved only every so many tokens, and these are more than the window has."""
+    with MemoryNode() as node, running(device := HostDevice(window)):
+        engine = Engine(node, SHAPE, device, window, transport="memory", save_every_tokens=200)
+        answer = Answer(engine, user="ada", session="long")
+        wanted: list[Wanted] = []
+        for saves in answer.steps():
+            wanted += saves
+            if saves:
+                engine.saved(len(saves))
+        answer.forget()
+        last = max(one.block for one in wanted)
+        assert [one.block for one in wanted] == list(range(1, last + 1)), "without a gap"
+        assert last >= FULL - 200 // TOKENS
+        assert engine.load(wanted).missing == []
+        seen = engine.seen([one.block for one in wanted])
+        for one in wanted:
+            exact = [values.tobytes() for values in answer.values[one.block]]
+            assert [seen[one.block, at] for at in range(LAYERS)] == exact, one.block
+        answer.side.finished(answer.request)
+        client = Client(node.target, layout=engine.identity.layout, transport="memory")
+        with client:
+            chat = client.session("ada", "long")
+
+            def blocks() -> int:
+                with suppress(NoSession):
+                    return len(chat.keys())
+                return 0
+
+            wait_for(blocks, "the turn is recorded")
+            assert blocks() == last
         engine.close()

@@ -48,6 +48,11 @@ class Group:
         """The length of its longest object."""
         return len(self.runs[0]) * self.page_bytes
 
+    def may_leave(self, block: int, tokens: int) -> bool:
+        """Whether vLLM may free a request's block once so many tokens are computed: no later one looks at it."""
+        end = (block + 1) * self.block_tokens
+        return self.window_tokens > 0 and end <= tokens - self.window_tokens + 1
+
     def objects(self, digests: Iterable[bytes], shard: int, domain: bytes = UNSAID) -> list[bytes]:
         """The keys of blocks' objects on one rank, block by block; a digest covers a block's tokens and all before."""
         layout = self.shards[shard]

@@ -315,7 +315,8 @@ class Scheduling:
             if last <= first or not self._may_save:
                 continue
             is_answer = before_tokens >= known.request.num_prompt_tokens
-            if is_answer and (last - first) * group.block_tokens < self._save_tokens:
+            is_leaving = group.may_leave(first, before_tokens + new_tokens)
+            if is_answer and not is_leaving and (last - first) * group.block_tokens < self._save_tokens:
                 known.saved[number] = first  # a later step saves them
                 continue
             digests = known.chains[group.block_tokens].grow()
