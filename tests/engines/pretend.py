@@ -50,6 +50,7 @@ from kvstore.client import Prefix
 from kvstore.engines.vllm import loading, lookup, saving, scheduler, worker
 from kvstore.engines.vllm.chain import Chain
 from kvstore.engines.vllm.connector import TriggerKvConnector
+from kvstore.engines.vllm.kernels import combined
 from kvstore.engines.vllm.saving import Copied, Saves, staging
 
 if TYPE_CHECKING:
@@ -269,6 +270,7 @@ class Pretend:
         beside: bool = False,
         plans_ahead: bool = False,
         policy: str = "recompute",
+        backend: str = "SUMS",
     ) -> None:
         for module in (loading, lookup, saving):
             monkeypatch.setattr(module, "ThreadPoolExecutor", Immediately)
@@ -323,6 +325,19 @@ class Pretend:
             for layer, name in enumerate(names)
         }
         self.worker.register_kv_caches(caches)
+        self.config.compilation_config.static_forward_context.update(
+            {
+                name: SimpleNamespace(
+                    kv_cache=cache,
+                    get_attn_backend=lambda: SimpleNamespace(full_cls_name=lambda: ("pretend", backend)),
+                )
+                for name, cache in caches.items()
+            }
+        )
+        found = self.worker.get_handshake_metadata()  # as in the engine's core
+        self.kernels = b"" if found is None else combined({(0, 0): found.digest})
+        if found is not None:
+            self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): found})
         self.names = names
         self.answers: dict[str, list[int]] = {}
         self.said: dict[str, tuple[list[int], int]] = {}
@@ -472,7 +487,7 @@ class Pretend:
                 prompt_embeds=None,
                 mm_features=[],
             )
-            for number, digest in enumerate(Chain(fake, BLOCK).grow()):
+            for number, digest in enumerate(Chain(fake, BLOCK, self.kernels).grow()):
                 (key,) = group.objects([digest], 0)
                 pages = [layer[number * BLOCK : (number + 1) * BLOCK] for layer in rows]
                 clean[key] = torch.tensor(pages, dtype=torch.int64).numpy().tobytes()

@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvstore.engines.vllm.connector_metadata import Plan, StoredReport
+from kvstore.engines.vllm.handshake import ReportsKernels, unshared
 from kvstore.engines.vllm.identity import identify
 from kvstore.engines.vllm.scheduler import Scheduling
 from kvstore.engines.vllm.settings import Settings
@@ -77,7 +78,7 @@ def _is_known_late(vllm_config: Any) -> bool:
     return bool(vllm_config.scheduler_config.async_scheduling) or vllm_config.parallel_config.world_size > 1
 
 
-class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class TriggerKvConnector(ReportsKernels, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """The scheduler has one instance, and so has each worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -106,6 +107,7 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 loads=loads,
                 saves=self._kv_transfer_config.is_kv_producer,
                 model=str(vllm_config.model_config.model),
+                kernels=unshared(),
             )
             if loads and self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 log.warning(
@@ -202,6 +204,10 @@ class TriggerKvConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._working.take_report() if self._working is not None else None
 
     # --- the scheduler's side
+
+    def _identified(self, kernels: bytes) -> None:
+        if self._scheduling is not None:
+            self._scheduling.identified(kernels)
 
     @_or(_nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:

@@ -3,7 +3,8 @@
 The stored unit is a block of tokens: its pages, each the KV of one layer as in the engine's memory, contiguous in one
 object, or in several of some layers each if one would be too large. A page's byte order is private to the engine
 (`Order.OPAQUE`), so everything that may change it is in the fingerprint: vLLM's version, the device and, on CPUs, the
-instruction set, the layout of the cache, its number format.
+instruction set, the layout of the cache, its number format. What only workers know, the attention backend that vLLM
+chose and the size of its blocks, is in the digests of blocks (`kernels`).
 
 What always holds: two engines name the same object only if model, weights, shard, layers and all tokens before it are
 the same. `model_of` identifies model and weights, for the connector's objects and for an OffloadingSpec's chunks.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from kvstore.engines.vllm.handshake import unshared
 from kvstore.engines.vllm.identity import identify_chunks
 from kvstore.engines.vllm.weights import adapter_name
 from kvstore.errors import KvError
@@ -36,9 +37,13 @@ class Engine:
     saves: bool = True
     loads: bool = True
     adapters: dict[str, bytes] = field(default_factory=dict)  # of requests on their way to the manager
-    epoch: bytes = b""  # of the weights: another one finds nothing of what was stored before
+    epoch: bytes = b""  # of the kernels and weights: another one finds nothing of what was stored before
     expected: Callable[[], list[bytes]] | None = None  # all keys of the request that is being looked up
     is_idle: bool = False  # whether the last step computed and copied nothing, and so far this one
+
+    def identified(self, kernels: bytes) -> None:
+        """Name chunks by the workers' attention kernels, on which their bytes depend; before the first request."""
+        self.epoch = kernels
 
     def reset(self) -> None:
         """Ignore everything stored so far: the weights may have changed."""
@@ -60,7 +65,7 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Engine:
     except KvError as reason:
         log.warning("KV is not stored: %s", reason)
         return Engine(b"", saves=False, loads=False)
-    return Engine(layout, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer)
+    return Engine(layout, saves=transfer.is_kv_producer, loads=transfer.is_kv_consumer, epoch=unshared())
 
 
 def record_adapter(engines: Iterable[Engine], request: Any) -> None:

@@ -199,7 +199,7 @@ class _Manager(OffloadingManager):  # type: ignore[misc]
     def _more(self, req_context: Any) -> bytes:
         """What vLLM's hashes lack; the same for all chunks of a request."""
         adapter = req_context.get_state(Adapter)
-        return self._epoch + (adapter.name if adapter is not None else b"")
+        return self._engine.epoch + self._epoch + (adapter.name if adapter is not None else b"")
 
     def on_schedule_end(self, context: Any) -> None:
         """Wait a moment for the node's answers instead of polling again at once."""

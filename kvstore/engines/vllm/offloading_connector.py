@@ -20,6 +20,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
+from kvstore.engines.vllm.handshake import ReportsKernels
 from kvstore.engines.vllm.model_hints import engine_of, record_adapter
 from kvstore.engines.vllm.settings import ENGINE, Settings
 
@@ -30,7 +31,7 @@ log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the 
 _SPEC = {"spec_name": "TriggerKvOffloadingSpec", "spec_module_path": "kvstore.engines.vllm.offloading"}
 
 
-class TriggerKvOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
+class TriggerKvOffloadingConnector(ReportsKernels, OffloadingConnector):  # type: ignore[misc]
     """The scheduler has one instance, and so has each worker."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -39,6 +40,9 @@ class TriggerKvOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
             log.warning("TriggerKvOffloadingConnector is deprecated: use TriggerKvTieringConnector.")
         self._engine = engine_of(vllm_config, kv_cache_config, settings.weights)
         super().__init__(_with(vllm_config, {ENGINE: self._engine}), role, kv_cache_config)
+
+    def _identified(self, kernels: bytes) -> None:
+        self._engine.identified(kernels)
 
     def on_new_request(self, request: Any) -> None:
         """Record the adapter of a request."""

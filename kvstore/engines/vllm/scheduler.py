@@ -79,10 +79,11 @@ class Scheduling:
         loads: bool = True,
         saves: bool = True,
         model: str = "",
+        kernels: bytes = b"",
     ) -> None:
         """`may_wait`: a step may wait for a load, because its failure is known before the next step is planned.
 
-        `model` is the name by which rules know the engine's model.
+        `model` is the name by which rules know the engine's model; `kernels` is as for `identified`.
         """
         object_bytes = max(group.object_bytes_max for group in identity.groups)
         self._client = open_client(settings, identity, object_bytes)
@@ -98,7 +99,7 @@ class Scheduling:
         self._is_async = settings.is_async(len(self._groups))
         self._workers = len(identity.groups[0].shards)
         self._requests: dict[str, _Request] = {}
-        self._epoch = b""
+        self._kernels, self._epoch = kernels, b""
         self._loads: list[Load] = []
         self._awaited: set[bytes] = set()  # the digests of the blocks that this step waits for
         self._loading: list[list[int]] = []  # the blocks of each request that waits for them
@@ -135,7 +136,8 @@ class Scheduling:
 
     def _fresh(self, request: Any, matched: Matched) -> _Request:
         chains = {
-            group.block_tokens: Chain(request, group.block_tokens, self._epoch) for group in self._groups
+            group.block_tokens: Chain(request, group.block_tokens, self._kernels + self._epoch)
+            for group in self._groups
         }
         domain = domain_named(request, self._domain)
         return _Request(request, chains, domain, matched, saved=[0] * len(self._groups))
@@ -396,6 +398,14 @@ class Scheduling:
         Requests under way are renamed as well, and are recomputed.
         """
         self._epoch = secrets.token_bytes(16)
+        self._rename()
+
+    def identified(self, kernels: bytes) -> None:
+        """Name blocks by the workers' attention kernels, on which their bytes depend."""
+        self._kernels = kernels
+        self._rename()
+
+    def _rename(self) -> None:
         self._requests = {
             name: self._fresh(known.request, known.matched) for name, known in self._requests.items()
         }

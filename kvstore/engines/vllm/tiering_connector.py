@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.base import ScheduleEndContext, make_offload_key
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.clock import SystemClock
+from kvstore.engines.vllm.handshake import ReportsKernels
 from kvstore.engines.vllm.model_hints import Engine, engine_of, record_adapter
 from kvstore.engines.vllm.settings import ENGINE
 from kvstore.engines.vllm.tier import TriggerKvTier
@@ -41,7 +42,7 @@ _SPEC = {"spec_name": "TieringOffloadingSpec"}
 _NO_STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 
 
-class TriggerKvTieringConnector(OffloadingConnector):  # type: ignore[misc]
+class TriggerKvTieringConnector(ReportsKernels, OffloadingConnector):  # type: ignore[misc]
     """The scheduler has one instance, with the tiers, and so has each worker, without."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -57,6 +58,10 @@ class TriggerKvTieringConnector(OffloadingConnector):  # type: ignore[misc]
             return tier | {ENGINE: self._engines[-1]}
 
         super().__init__(_with(vllm_config, with_engine), role, kv_cache_config)
+
+    def _identified(self, kernels: bytes) -> None:
+        for engine in self._engines:
+            engine.identified(kernels)
 
     def on_new_request(self, request: Any) -> None:
         """Record the adapter of a request."""
