@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from ctypes import string_at
 from hashlib import blake2b
 from pathlib import Path
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.client import RegisteredMemory
+from kvstore.engines.vllm import worker
 from kvstore.engines.vllm.connector import TriggerKvConnector
 from kvstore.engines.vllm.connector_metadata import Plan
+from kvstore.engines.vllm.device_memory import DeviceMemory
 from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.offloading import TriggerKvOffloadingSpec
 from kvstore.engines.vllm.tier import TriggerKvTier
 from kvstore.engines.vllm.worker import Working
+from nic_offload.host_device import HostDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -27,11 +31,14 @@ if TYPE_CHECKING:
     from kvstore.engines.vllm.connector_metadata import Wanted
     from kvstore.engines.vllm.loading import Loaded
     from kvstore.engines.vllm.page_transport import Object
+    from nic_offload.device import Copy
+    from nic_offload.host_device import HostStream
 
 __all__ = [
     "BrokenConnector",
     "LossyConnector",
     "LossyTier",
+    "OnDeviceConnector",
     "RecordingConnector",
     "RecordingSpec",
     "RecordingTier",
@@ -210,3 +217,44 @@ class LossyTier(RecordingTier):
 def _write(lines: Iterable[str]) -> None:
     with Path(os.environ["TEST_DIGESTS"]).open("a") as file:
         file.writelines(f"{line}\n" for line in lines)
+
+
+class _Eager(HostDevice):
+    """A device that has done all of its work when a call returns, as the CPU has that it stands for."""
+
+    def copy(self, stream: HostStream, copies: Iterable[Copy]) -> None:
+        super().copy(stream, copies)
+        self.run()
+
+    def store(self, stream: HostStream, word: int, value: int) -> None:
+        super().store(stream, word, value)
+        self.run()
+
+    def record(self, stream: HostStream) -> Any:
+        event = super().record(stream)
+        self.run()
+        return event
+
+    def wait(self, stream: HostStream, event: Any) -> None:
+        super().wait(stream, event)
+        self.run()
+
+
+class OnDeviceConnector(TriggerKvConnector):
+    """Takes the KV of vLLM for CPUs for a device's. Writes how often each step computed each layer."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        worker._memory = lambda caches, *given: DeviceMemory(_Eager(), caches, *given)
+        super().register_kv_caches(kv_caches)
+        assert isinstance(self._working, Working)
+        self._layers: Counter[str] = Counter()
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **more: Any) -> None:
+        self._layers[layer_name] += 1
+        super().save_kv_layer(layer_name, kv_layer, attn_metadata, **more)
+
+    def wait_for_save(self) -> None:
+        with Path(os.environ["TEST_DIGESTS"]).open("a") as lines:
+            lines.write(f"layers {max(self._layers.values(), default=0)} {len(self._layers)}\n")
+        self._layers.clear()
+        super().wait_for_save()
