@@ -436,7 +436,7 @@ def test_bytes_are_exact_while_blocks_enter_and_leave_the_shelf(tmp_path: Path) 
     """Four users put, get and delete each other's latest blocks, in a memory too small for all."""
     blocks, length = 40, 6 * MIB
     contents = [random.Random(number).randbytes(length) for number in range(blocks)]
-    until_s = time.monotonic() + 3
+    until_s = time.monotonic() + 50
     hits: list[int] = []
 
     def use(target: str, seed: int) -> None:
@@ -444,7 +444,7 @@ def test_bytes_are_exact_while_blocks_enter_and_leave_the_shelf(tmp_path: Path) 
         with Client(target, slots=2, block_bytes_max=length) as client, FlagWords.create(1) as flags:
             memory = allocate(2 * length)
             kv = client.register(memory)
-            while time.monotonic() < until_s:
+            while len(hits) < 500 and time.monotonic() < until_s:
                 number = rng.randrange(blocks) if rng.random() < 0.5 else rng.randrange(4)
                 block = Block(block_key(number.to_bytes(4)), kv, 0, length)
                 what = rng.random()
@@ -480,5 +480,5 @@ def test_bytes_are_exact_while_blocks_enter_and_leave_the_shelf(tmp_path: Path) 
         for thread in threads:
             thread.join(60)
         assert failures == []
-        assert len(hits) > 50
+        assert len(hits) >= 500
         assert served(node) > 10
