@@ -26,7 +26,7 @@ class EngineSettings:
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     reach: Reach
-    replicas: int = 1  # how many nodes of a cluster store a block
+    replicas: int | None = None  # of a block in a cluster; None: as many as it keeps for the tenant
     weights: str = ""  # distinguishes these weights from others under the same model name
     lookup_timeout_ms: int = 500
     load_timeout_ms: int = 5_000
@@ -38,7 +38,9 @@ class EngineSettings:
             value, choices = getattr(self, one.name), self.choices.get(one.name)
             if choices is not None and value not in choices:
                 raise ConfigError(f"{one.name} is {' or '.join(choices)}, not {value!r}.")
-            if isinstance(one.default, int):
+            if one.default is None and value is None:
+                continue
+            if isinstance(one.default, int | None):
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                     raise ConfigError(f"{one.name} is a whole number above 0, not {value!r}.")
             elif not isinstance(value, str):
@@ -51,7 +53,7 @@ class EngineSettings:
     @property
     def is_clustered(self) -> bool:
         """Whether blocks are set to be spread over several nodes or replicated."""
-        return len(self.reach.nodes) > 1 or self.replicas > 1
+        return len(self.reach.nodes) > 1 or (self.replicas or 1) > 1
 
     @classmethod
     def of(cls, extra: Mapping[str, Any], *, where: str, of_engine: Collection[str] = ()) -> Self:

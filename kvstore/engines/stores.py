@@ -1,7 +1,7 @@
 """Where an engine's blocks are stored: a client of one node, or of a cluster.
 
 If the settings name several nodes or replicas, blocks are spread over the nodes, each with the requested number of
-replicas. A put then succeeds as soon as one node has the block.
+replicas, by default as many as the cluster keeps for the tenant. A put then succeeds as soon as one node has the block.
 """
 
 from __future__ import annotations

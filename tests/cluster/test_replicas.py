@@ -12,6 +12,8 @@ import pytest
 
 from kvstore.client import ClusterClient
 from kvstore.client.block_calls import Stored
+from kvstore.engines.common_settings import EngineSettings
+from kvstore.engines.stores import open_store
 from kvstore.errors import NodeUnavailable
 from kvstore.limits import REPLICAS_MAX, WATCH_HEARTBEAT_MS
 from kvstore.names import block_key
@@ -86,6 +88,18 @@ def test_a_client_that_names_no_number_puts_as_many_copies_as_its_tenant_has(pai
     pair.nodes[0].kill()
     with pytest.raises(NodeUnavailable):
         copies(cache, pair.nodes)
+
+
+def test_an_engine_that_names_no_number_stores_as_many_copies_as_its_tenant_has(pair: Pair) -> None:
+    def engines(tenant: str, **settings: object) -> int:
+        extra = {"nodes": [node.target for node in pair.nodes], "token": TOKENS[tenant]} | settings
+        with open_store(EngineSettings.of(extra, where="an engine"), b"an engine's") as store:
+            assert isinstance(store, ClusterClient)
+            wait_until(lambda: len(store.nodes.map.members) == 2, "both are members", WAIT_S)
+            return store.replicas
+
+    assert (engines("acme"), engines("cache")) == (2, 1)
+    assert (engines("acme", replicas=1), engines("cache", replicas=2)) == (1, 2), "its settings count"
 
 
 def test_a_number_that_is_unknown_is_one_and_a_later_versions_is_what_this_one_can(world: MapNodes) -> None:
