@@ -38,7 +38,7 @@ RESHARD_SCRATCH_BYTES = 64 << 20  # for combining stored shards; at least one bl
 PREFIX_STEP_BLOCKS = 128  # looked up at a time, of a prefix on several drives
 
 SESSION_CHUNK_BLOCKS = (
-    126  # keys in one chunk of a manifest: as many as fit into one page, of the drive and of LMDB
+    126  # keys in a chunk of a manifest: as many as fit into a page, of the drive and of LMDB
 )
 SESSION_CHUNKS_MAX = 528  # 66,528 blocks: 1 M tokens in blocks of 16, and some
 SESSION_BLOCKS_MAX = SESSION_CHUNK_BLOCKS * SESSION_CHUNKS_MAX  # of one session
@@ -48,7 +48,7 @@ SESSION_TURNS_CACHED = 16  # such tables, the last read
 SESSION_TURN_TOKENS_MAX = (1 << 32) - 1  # of one turn
 SESSION_LABEL_BYTES_MAX = 128  # of a session's name, in UTF-8
 SESSIONS_EXPIRED_AT_ONCE = (
-    2  # sessions, before other work gets a turn: the first step of a long one takes a millisecond
+    2  # sessions, before other work gets a turn: a long one's first step takes a millisecond
 )
 SESSION_STEP_BLOCKS = 2048  # of a session, read at a time; a change of more is a long one
 SESSION_SLICE_BLOCKS = 2 * SESSION_CHUNK_BLOCKS  # of a session, changed at a time
@@ -91,9 +91,7 @@ GUARD_UNAUTHENTICATED_OF_SOURCE_MAX = 64  # connections without an admitted call
 GUARD_CONNECTIONS_OF_SOURCE_MAX = 1024
 GUARD_FABRIC_CONNECTIONS_OF_CLIENT_MAX = 4  # to its endpoint; a provider makes one or two
 GUARD_WINDOW_MS = 2_000
-GUARD_ATTEMPTS_OF_SOURCE_MAX = (
-    200  # connections begun and calls refused, in that time; a source with more is barred
-)
+GUARD_ATTEMPTS_OF_SOURCE_MAX = 200  # connections begun and calls refused, in that time, before it is barred
 GUARD_UNAUTHENTICATED_BYTES_MAX = 256 << 10  # that may arrive over a connection without an admitted call,
 GUARD_UNAUTHENTICATED_BYTES_MS = 1_000  # and for how long there may be more, as a busy node admits calls late
 GUARD_REPEATS_MAX = 32  # calls of a connection, within GUARD_WINDOW_MS, Overloaded or cancelled in the queue
@@ -112,9 +110,7 @@ GUARD_MESSAGE_SHARE = 16  # plus one part in this many of its size: frames, and 
 GUARD_BARRED_MS = 10_000
 GUARD_BARRED_SOURCES_MAX = 512  # the kernel accepts filters of 4096 instructions; an IPv6 source needs 5
 CALLS_BEGUN_MAX = 4  # at a time, on a node with one tenant; with several, one call of each
-CALLS_WAIT_MS = (
-    1  # between two checks of a begun call: one that waits for the same thing at both no longer counts
-)
+CALLS_WAIT_MS = 1  # between two checks of a begun call: one that waits for the same at both no longer counts
 CALLS_BEGUN_LOOKS_MAX = 100  # checks, after which it no longer counts in any case
 CALLS_PENDING_MAX = 6_144  # in gRPC, not accepted yet, about 14 KiB each; includes calls that were reset
 CALLS_LINE_LONG = 128  # waiting calls of a tenant; with more of them,
@@ -170,6 +166,13 @@ UPKEEP_EVERY_MS = 600_000  # between two scans without a change of the map
 UPKEEP_WAITED_BLOCKS_MAX = 4096  # that a node expects, from all others
 UPKEEP_WAITED_MS = 60_000  # for which it expects one
 UPKEEP_FREE_SHARE = 32  # one part in this many of a node's drives is not filled with copies
+SESSIONS_MOVE_MS = 2_000  # for which a user's first step on a new home waits for their sessions
+SESSIONS_MOVED_MAX = 256  # of one user, the last used ones
+SESSIONS_MOVE_RETRY_MS = 1_000  # until a former home tries again what could not be moved
+SESSIONS_MOVE_HOPS = 3  # former homes asked for a user's sessions, if one had not taken them yet
+SESSIONS_MOVED_BLOCKS_MAX = 1 << 18  # of moved sessions, that a node has to send, or that it lacks
+SESSIONS_USERS_KNOWN_MAX = 1 << 16  # users whose names a node remembers, the last who used sessions here
+SESSIONS_USERS_TAKEN_MAX = 1 << 17  # lots that a node has taken over, and users whose sessions it has since
 UPKEEP_SECRET_BYTES_MIN = 32  # of a cluster's secret
 FOLLOW_NEXT_MS = 300  # without a node's answer, after which the next one is asked for the map as well
 FOLLOW_AT_ONCE = 16  # nodes that one client asks for the map at the same time
@@ -504,9 +507,7 @@ VLLM_QUEUED_AT_ONCE = 256  # of these, looked up or fetched by one call
 VLLM_LOOKUP_THREADS = 2
 VLLM_LOOKUP_TRIES = 8  # shorter lengths tried where a window has gaps
 VLLM_LOAD_THREADS = 2  # so that requests' loads don't wait for each other
-VLLM_TIER_STORING_PART = (
-    4  # one part in this many of the pool may wait to be stored, which delays its eviction
-)
+VLLM_TIER_STORING_PART = 4  # one part in this many of the pool may wait to be stored: eviction is delayed
 VLLM_TURNS_QUEUED_MAX = 256  # that wait for the node; while it is down further ones are not appended
 VLLM_TURN_TRIES = 5  # because a turn's last blocks may still be on their way to the drive
 VLLM_TURN_AGAIN_MS = 100  # between two tries
@@ -521,9 +522,7 @@ VLLM_LOOKUP_FIRST_WAIT_S = (
     0.01  # a look-up takes a millisecond or two, while the engine's scheduler would spin
 )
 VLLM_LOOKUP_NEXT_WAIT_S = 0.001
-VLLM_ATTACH_MS = (
-    1_000  # between two attempts of a scheduler to attach, so that its look-ups go over the fabric
-)
+VLLM_ATTACH_MS = 1_000  # between a scheduler's attempts to attach, so that its look-ups go over the fabric
 VLLM_WEIGHTS_HASHED_BYTES_MAX = 256 << 20  # of a model's folder, for its name
 VLLM_WEIGHTS_CACHED = 256  # such names
 BREAKER_LATE_MS = 500  # without any answer, after which a node counts as down

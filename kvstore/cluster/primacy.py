@@ -21,6 +21,9 @@ them the number of histories of etcd that its folder has seen the end of, as the
 earlier history counts as missing (`kvstore.cluster.etcd_history`). A lot without a record may have been ordered in an
 earlier history: it is taken when the node has known this one for SESSIONS_TAKING_MS.
 
+A term that began when this process took the lot from another node is a *takeover*: that node has the last state of
+each session in its own epoch, and the users whose first step here has come are noted (`kvstore.node.session_moves`).
+
 What always holds: times are of a clock that runs while a process is stopped; the right to order is checked before and
 after each step, so a step of a process that was stopped in between is not acknowledged.
 What it doesn't do: order anything while etcd has not answered for SESSIONS_KNOWN_MS; blocks are not affected.
@@ -30,7 +33,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.cluster.etcd import EtcdAway
@@ -41,6 +44,7 @@ from kvstore.limits import (
     SESSIONS_KNOWN_MS,
     SESSIONS_RETRY_MS,
     SESSIONS_TAKING_MS,
+    SESSIONS_USERS_TAKEN_MAX,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.etcd_options import EtcdReach
     from kvstore.cluster.map import Map
 
-__all__ = ["Primacy", "Term"]
+__all__ = ["Primacy", "Takeover", "Term"]
 
 _NEVER = -(1 << 62)
 
@@ -61,6 +65,18 @@ class Term(NamedTuple):
 
     lot: int
     epoch: int
+
+
+class Takeover(NamedTuple):
+    """What this process took over with a lot: which node ordered its sessions before, in which epoch by etcd's record.
+
+    In the first step of each user whose sessions may be there they are taken. It is forgotten with the process: then
+    sessions that were not taken are missing.
+    """
+
+    node: str  # its name
+    epoch: int
+    users: set[tuple[str, str]]  # tenant and user of those whose first step has come
 
 
 class _Record(NamedTuple):
@@ -96,6 +112,8 @@ class Primacy:
         self._since_ns = _NEVER  # we are on the list under this lease, without a gap
         self._views: deque[tuple[int, Map]] = deque()  # since when, within the time that counts
         self._terms: dict[int, int] = {}  # epochs, by lot, as of this list
+        self._takeovers: OrderedDict[int, tuple[int, Takeover]] = OrderedDict()  # by lot, with our epoch
+        self._taken_users = 0  # noted in them
 
     # --- changes of the members
 
@@ -116,6 +134,8 @@ class Primacy:
             self._history, self._losses, self._history_ns = history, losses, at_ns
             self._top = self._count = -1
             self._known_ns = self._since_ns = _NEVER
+            self._takeovers.clear()
+            self._taken_users = 0
             has_gap = True
         is_new = (top, count) != (self._top, self._count)
         if (is_new and has_gap) or own != (self._name, self._lease, self._own):
@@ -169,6 +189,45 @@ class Primacy:
                 " The step may have taken effect or not."
             )
 
+    # --- what was taken over
+
+    def takeover(self, term: Term) -> Takeover | None:
+        """What was taken over with the term; None if this process can't know which users have been here since."""
+        epoch, takeover = self._takeovers.get(term.lot, (-1, None))
+        return takeover if epoch == term.epoch else None
+
+    def term_of(self, lot: int, epoch: int) -> Term:
+        """A term of this node, in an epoch by etcd's record; it may be over."""
+        return Term(lot, self.own_epoch(epoch))
+
+    def own_epoch(self, epoch: int) -> int:
+        """The epoch in which this node's sessions are, for one of etcd's record in its present history."""
+        return epoch + self._losses * SESSIONS_EPOCHS_MAX
+
+    def note_taken(self, term: Term, tenant: str, user: str) -> None:
+        """Note that a user's sessions have been taken, or are lost."""
+        takeover = self.takeover(term)
+        if takeover is not None and (tenant, user) not in takeover.users:
+            takeover.users.add((tenant, user))
+            self._taken_users += 1
+            self._bound()
+
+    def _note_takeover(self, lot: int, epoch: int, was: _Record) -> None:
+        self._forget(lot)
+        self._takeovers[lot] = epoch, Takeover(was.node, was.epoch, set())
+        self._bound()
+
+    def _bound(self) -> None:
+        while len(self._takeovers) + self._taken_users > SESSIONS_USERS_TAKEN_MAX:
+            self._forget(next(iter(self._takeovers)))
+
+    def _forget(self, lot: int) -> None:
+        """Forget a takeover as a whole: a user whose first step has come must not count as one who has yet to come."""
+        _, takeover = self._takeovers.pop(lot, (0, None))
+        self._taken_users -= 0 if takeover is None else len(takeover.users)
+
+    # --- checks
+
     def _check_home(self, tenant: str, user: str) -> None:
         now_ns = self._clock.monotonic_ns()
         if now_ns >= self._known_ns or not self._views:
@@ -213,6 +272,8 @@ class Primacy:
                     key, record, found.revision, within=within, top=top, there=there
                 ):
                     raise WrongEpoch("The members of the cluster have changed.")
+                if was is not None and was.node != self._name and list_now[0] == self._history:
+                    self._note_takeover(lot, self.own_epoch(epoch), was)
             else:
                 epoch = was.epoch
         except EtcdAway as error:
@@ -222,7 +283,7 @@ class Primacy:
         if list_now != (self._history, self._top, self._count) or lease != self._lease:
             raise WrongEpoch("The members of the cluster have changed.")
         self._check_home(tenant, user)
-        self._terms[lot] = epoch = epoch + self._losses * SESSIONS_EPOCHS_MAX
+        self._terms[lot] = epoch = self.own_epoch(epoch)
         return epoch
 
 

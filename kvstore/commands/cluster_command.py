@@ -20,6 +20,7 @@ from kvstore.client.contact import explained
 from kvstore.client.map_follower import map_of
 from kvstore.cluster.map import Map
 from kvstore.cluster.planning import Plan, with_change
+from kvstore.config import counted
 from kvstore.errors import ConfigError
 from kvstore.limits import CLUSTER_CALLS_AT_ONCE, DRAIN_LOOK_S, UPKEEP_BYTES_PER_S
 from kvstore.wire import cluster_pb2 as pb
@@ -214,11 +215,12 @@ def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
             if undo:
                 print(json.dumps({"node": node}) if as_json else f"{node} is an ordinary member again.")  # noqa: T201
                 return Status.DONE
-            if told.looked and told.left <= told.unsure + told.full:
+            if told.looked and told.left <= told.unsure + told.full and not told.users_left:
                 break  # what is left can't be copied
             threading.Event().wait(DRAIN_LOOK_S)
     if as_json:
         said = {"node": node, "left": told.left, "unsure": told.unsure, "full": told.full}
+        said["unnamed_sessions"] = told.unnamed_sessions
         print(json.dumps(said))  # noqa: T201
     elif told.left > told.unsure:
         print(f"{node} has {told.left - told.unsure} blocks for which the others have no room: add a node.")  # noqa: T201
@@ -229,6 +231,12 @@ def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
         )
     else:
         print(f"The other nodes have all blocks of {node}: it may be stopped.")  # noqa: T201
+    if told.unnamed_sessions and not as_json:
+        print(  # noqa: T201
+            f"{counted(told.unnamed_sessions, 'session')} of users who used none since {node} started"
+            f" {'was' if told.unnamed_sessions == 1 else 'were'} not moved: `kvstore sessions copy --node {node} --user"
+            " USER` moves those of a user."
+        )
     return Status.NO if told.left else Status.DONE
 
 

@@ -31,6 +31,9 @@ _OF_NODES: Final = {
     "copy",
     "drain",
     "forget",
+    "take sessions",
+    "send sessions",
+    "take session",
 }  # calls reserved for the cluster's nodes, which may make no others
 
 _Context: TypeAlias = "ServicerContext[Any, Any]"

@@ -40,6 +40,9 @@ class Deletions:
     def __len__(self) -> int:
         return len(self._at_ns)
 
+    def __contains__(self, name: Name) -> bool:
+        return name in self._at_ns
+
     def note(self, names: Iterable[Name]) -> None:
         """Note that blocks are being deleted."""
         now_ns = self._clock.monotonic_ns()

@@ -29,8 +29,9 @@ from kvstore.limits import (
 )
 from kvstore.lookups import Kind, Outcome
 from kvstore.names import user_name
-from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
+from kvstore.node.calls import check_keys, kept_durability_of, refusals
 from kvstore.node.connection import check_count
+from kvstore.node.session_changes import change
 from kvstore.node.session_names import check_text, home_elsewhere, name_of, no_session
 from kvstore.steps import Step
 from kvstore.storage.items import SessionItem, SessionStep
@@ -38,14 +39,13 @@ from kvstore.wire import sessions_pb2 as pb
 from kvstore.wire import sessions_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator
 
     from kvstore.node.authorization import Gate
     from kvstore.node.calls import Context
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
     from kvstore.node.time_slices import Turn
-    from kvstore.storage.items import SessionDone
     from kvstore.storage.manifests import Listed, SessionName, Stored
     from kvstore.wire.manifest import Manifest
 
@@ -223,7 +223,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 delete_blocks=request.delete_blocks,
             )
             async with self._ordered(tenant, request.name) as epoch:
-                done = await self._do(item._replace(epoch=epoch))
+                done = await change(self._node, item._replace(epoch=epoch))
             self._node.traces.forget(name)
             self._node.watchers.session(tenant.id, request.name.user, request.name.session, 0, removed=True)
             self._gate.audit.removed(
@@ -245,7 +245,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             name, ends_ms = _name(tenant, request.name), self._ends_ms(request.time_to_live_ms)
             item = SessionItem(name, SessionStep.LIMIT, kept_durability_of(request.durability), 0)
             async with self._ordered(tenant, request.name) as epoch:
-                await self._do(item._replace(expires_ms=ends_ms, epoch=epoch))
+                await change(self._node, item._replace(expires_ms=ends_ms, epoch=epoch))
             return pb.LimitSessionResponse(expires_unix_ms=ends_ms)
         raise AssertionError
 
@@ -267,7 +267,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 self._refuse_to_protect(name)
                 self._protecting.add(name)
                 try:
-                    await self._do(item._replace(epoch=epoch))
+                    await change(self._node, item._replace(epoch=epoch))
                 finally:
                     self._protecting.discard(name)
             return pb.ProtectSessionResponse()
@@ -283,7 +283,9 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             async with self._ordered(tenant, request.name) as epoch:
                 was_protected = name in self._node.store.protected
                 if was_protected:
-                    await self._do(SessionItem(name, SessionStep.PROTECT, Durability.WRITTEN, 0, epoch=epoch))
+                    await change(
+                        self._node, SessionItem(name, SessionStep.PROTECT, Durability.WRITTEN, 0, epoch=epoch)
+                    )
             return pb.UnprotectSessionResponse(was_protected=was_protected)
         raise AssertionError
 
@@ -345,6 +347,8 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             raise WrongEpoch("The node is in no cluster now.")
         placed_as = self._gate.tenants.placed_as(tenant.name)
         term = await membership.primacy.enter(placed_as, name.user)
+        if (upkeep := self._node.upkeep) is not None:
+            await upkeep.moves.arrive(term, tenant, name.user)
         try:
             yield term.epoch
         except KvError:
@@ -412,7 +416,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     async def _changed(self, item: SessionItem, name: pb.SessionName) -> int:
         """Execute a step, and notify watchers; returns how many blocks the session has afterwards."""
-        blocks = (await self._do(item)).blocks
+        blocks = (await change(self._node, item)).blocks
         if not self._has_warned and (elsewhere := self._elsewhere(name)):
             self._has_warned = True
             log.warning(
@@ -422,33 +426,6 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             )
         self._node.watchers.session(item.name.tenant, name.user, name.session, blocks)
         return blocks
-
-    async def _do(self, item: SessionItem) -> SessionDone:
-        ends: Ends[SessionDone] = Ends(1)
-        if self._blocks_changed(item) <= SESSION_STEP_BLOCKS:
-            self._node.store.change_sessions([item], ends.collect)
-        else:
-            over = await self._node.turns.long(item.name.tenant)
-
-            def collect(ended: Sequence[SessionDone]) -> None:
-                over()  # not when the caller cancels: a step that has begun continues
-                ends.collect(ended)
-
-            try:
-                self._node.store.change_sessions([item], collect)
-            except KvError:
-                over()
-                raise
-        (done,) = await ends.all()
-        if done.error is not None:
-            raise done.error
-        return done
-
-    def _blocks_changed(self, item: SessionItem) -> int:
-        if item.step in (SessionStep.APPEND, SessionStep.FORK):
-            return max(len(item.keys), item.blocks)
-        stored = self._node.store.manifests.get(item.name)
-        return 0 if stored is None else stored.manifest.blocks
 
     def _refuse_to_protect(self, name: SessionName) -> None:
         protected = {*self._node.store.protected, *self._protecting}

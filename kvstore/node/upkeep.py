@@ -9,8 +9,8 @@ that is on the map under the lease with which it answered, and only after it was
 its own expiry; at most `UPKEEP_BYTES_PER_S`, `UPKEEP_AT_ONCE` blocks at a time. An owner that is down, full or silent
 costs the copies of its blocks and a deadline; the rest continues. A draining node copies everything that its owners
 lack, whichever other node has it, including blocks with one replica.
-What it doesn't do: copy blocks of sessions (they are on their user's node), or of tenants whose names it doesn't know;
-delete surplus copies.
+What it doesn't do: scan for blocks of sessions (they are on their user's node; `session_moves` has them copied when
+that changes), or copy those of tenants whose names it doesn't know; delete surplus copies.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from kvstore.limits import (
 from kvstore.names import SHARED, UNSAID, fits_domain
 from kvstore.node.copy_eligibility import CopyEligibility
 from kvstore.node.landing import pages_of
+from kvstore.node.session_moves import SessionMoves
 from kvstore.node.upkeep_service import UPKEEP, Waited
 from kvstore.storage.items import GetItem
 from kvstore.storage.sealing import NO_DOMAIN
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.membership import Membership
     from kvstore.node.node import Node
     from kvstore.node.peers import Peers
-    from kvstore.node.tenants import Tenants
+    from kvstore.node.tenants import Tenant, Tenants
     from kvstore.storage.drive import Drive
     from kvstore.storage.index import Entry, Name
     from kvstore.storage.items import GetDone
@@ -133,17 +134,20 @@ class Upkeep:
         self.copied_blocks = self.copied_bytes = 0
         self.is_looking = False
         self.looked = 0  # digest of the map of the last complete scan
+        self.moves = SessionMoves(node, tenants, membership, peers, self)
         self._places = asyncio.Semaphore(UPKEEP_AT_ONCE)
         self._pace = ByteRate(UPKEEP_BYTES_PER_S)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start the scans."""
+        self.moves.hand_overs.start()
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(_ended)
 
     async def close(self) -> None:
         """Stop."""
+        await self.moves.close()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -164,7 +168,13 @@ class Upkeep:
     def has_drained(self) -> bool:
         """Whether the node is draining, and each of its blocks that it is sure of is on its owners."""
         known, is_draining = self.known, self._membership.state == DRAINING and self._is_draining()
-        return is_draining and known is not None and known.one_copy == known.unsure
+        has_copied = known is not None and known.one_copy == known.unsure
+        return is_draining and has_copied and self.moves.hand_overs.have_ended
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the node is draining, as of the map."""
+        return self._is_draining()
 
     def why_not_drained(self) -> str:
         """Why the node can't drain: too few others would stay; "" if it can."""
@@ -307,12 +317,12 @@ class Upkeep:
     # --- asking and copying
 
     async def _ask(
-        self, peer: str, tenant: str, blocks: Sequence[Block], *, surely: bool = False
+        self, peer: str, tenant: str, blocks: Sequence[Block], *, surely: bool = False, moved: bool = False
     ) -> tuple[int, Sequence[int]]:
         """A member's answer about blocks, and the ticket for those that it accepts; empty if it is down."""
         nothing = 0, [pb.OFFERED_UNSPECIFIED] * len(blocks)
         lease = self._membership.lease
-        request = pb.OfferRequest(node=self._membership.name, lease=lease, tenant=tenant)
+        request = pb.OfferRequest(node=self._membership.name, lease=lease, tenant=tenant, moved=moved)
         for block in blocks:
             request.blocks.add(key=block.name[1], length=block.entry.length, surely=surely)
         told: pb.OfferResponse
@@ -346,20 +356,37 @@ class Upkeep:
             for block, said in zip(blocks, told, strict=True)
             if said == pb.OFFERED_WANTED
         ]
-        await asyncio.gather(*sending)
+        self.found.one_copy -= sum(await asyncio.gather(*sending))
 
-    async def _send(self, peer: str, ticket: int, block: Block) -> None:
+    def stored(self, tenant: Tenant, keys: Sequence[bytes]) -> list[Block]:
+        """Those of these blocks that are stored here."""
+        names = [(tenant.id, key) for key in keys]
+        found = zip(names, self._node.store.lookup(names), strict=True)
+        return [
+            Block(name, tenant.name, entry, (), is_sure=True) for name, entry in found if entry is not None
+        ]
+
+    async def copy_moved(self, peer: str, tenant: str, blocks: Sequence[Block]) -> list[Block]:
+        """Send a member the blocks that sessions moved there still lack; returns those that it could not be sent."""
+        ticket, told = await self._ask(peer, tenant, blocks, surely=True, moved=True)
+        wanted = [block for block, said in zip(blocks, told, strict=True) if said == pb.OFFERED_WANTED]
+        sent = await asyncio.gather(*(self._send(peer, ticket, block) for block in wanted))
+        left = [block for block, is_sent in zip(wanted, sent, strict=True) if not is_sent]
+        return left if ticket else list(blocks)
+
+    async def _send(self, peer: str, ticket: int, block: Block) -> bool:
+        """Send a block; whether it was copied, or has been removed here."""
         async with self._places:
             await self._pace.wait(block.entry.length)
             try:
                 kept = await self._sent(peer, ticket, block)
             except (grpc.aio.AioRpcError, KvError, _Changed, _Unexpected) as error:
                 log.debug("A block was not copied to %s: %r", peer, error)
-                return
-        self.found.one_copy -= 1  # it was copied, or removed here
+                return False
         if kept:
             self.copied_blocks += 1
             self.copied_bytes += block.entry.length
+        return True
 
     async def _sent(self, peer: str, ticket: int, block: Block) -> bool:
         """Read a block, check it and send it; False if it was removed here."""

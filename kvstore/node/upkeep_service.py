@@ -18,6 +18,8 @@ from kvstore.cluster.map import DRAINING
 from kvstore.durability import Durability
 from kvstore.errors import KvError, ProtocolError
 from kvstore.limits import (
+    SESSION_BLOCKS_MAX,
+    SESSIONS_MOVED_BLOCKS_MAX,
     UPKEEP_ASKED_BLOCKS,
     UPKEEP_FREE_SHARE,
     UPKEEP_WAITED_BLOCKS_MAX,
@@ -63,6 +65,7 @@ class Waited:
         self._tickets = itertools.count(secrets.randbits(48) + 1)
         self.size_bytes = 0  # that they will use on the drives
         self.size_bytes_of: Counter[bytes] = Counter()  # the same by tenant
+        self.lacked: dict[Name, None] = {}  # blocks of sessions that were moved here, accepted until deleted
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -83,7 +86,8 @@ class Waited:
 
     def add(self, name: Name, ticket: int, size_bytes: int) -> None:
         """Accept an offer of a block; it replaces an earlier offer."""
-        self.cancel([name])
+        if (earlier := self._by_name.get(name)) is not None:
+            self._drop(name, earlier)
         until_ns = self._clock.monotonic_ns() + UPKEEP_WAITED_MS * 1_000_000
         self._by_name[name] = _One(ticket, until_ns, size_bytes)
         self.size_bytes += size_bytes
@@ -92,14 +96,27 @@ class Waited:
     def cancel(self, names: Iterable[Name]) -> None:
         """Expect these no longer: they are being deleted."""
         for name in names:
+            self.lacked.pop(name, None)
             if (one := self._by_name.get(name)) is not None:
                 self._drop(name, one)
+
+    @property
+    def may_lack_more(self) -> bool:
+        """Whether the blocks of a few more sessions can be noted."""
+        return len(self.lacked) < SESSIONS_MOVED_BLOCKS_MAX // 2
+
+    def lack(self, names: Iterable[Name]) -> None:
+        """Note blocks of sessions that have moved here; those beyond the limit are not copied."""
+        for name in names:
+            if len(self.lacked) < SESSIONS_MOVED_BLOCKS_MAX:
+                self.lacked[name] = None
 
     def take(self, name: Name, ticket: int) -> None:
         """Store a block whose bytes have arrived; _Unwelcome if it is not expected."""
         one = self._by_name.get(name)
         if one is None or one.ticket != ticket:
             raise _Unwelcome("The node does not expect the block.")
+        self.lacked.pop(name, None)
         self._drop(name, one)
 
     def _drop(self, name: Name, one: _One) -> None:
@@ -151,10 +168,13 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
                 drive = store.drive_of(entry.generation)
                 is_sure = drive is not None and upkeep.eligibility.is_sure(drive, entry.generation)
                 said = pb.OFFERED_STORED_SURELY if is_sure else pb.OFFERED_STORED
+                upkeep.waited.lacked.pop(name, None)
             elif store.is_putting(name):
                 said = pb.OFFERED_STORED
             elif not block.surely:
                 said = pb.OFFERED_MISSING
+            elif request.moved and not self._is_lacked(name):
+                said = pb.OFFERED_UNWANTED
             else:
                 size_bytes = record_bytes(block.length)
                 of_tenant = quota.used_bytes + upkeep.waited.size_bytes_of[tenant] + size_bytes
@@ -166,6 +186,14 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
                     said = pb.OFFERED_WANTED
             answer.blocks.append(said)
         return answer
+
+    def _is_lacked(self, name: Name) -> bool:
+        """Whether a session that was moved here lists the block, which has not been deleted here since."""
+        assert self._node.upkeep is not None
+        lacked = self._node.upkeep.waited.lacked
+        if name in lacked and not any(self._node.store.manifests.references([name])):
+            del lacked[name]
+        return name in lacked
 
     def _has_room(self, size_bytes: int) -> bool:
         now = self._node.store.statistics()
@@ -211,6 +239,39 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
             return pb.CopyResponse(kept=True)
         raise AssertionError
 
+    async def TakeSessions(  # noqa: N802
+        self, request: pb.TakeSessionsRequest, context: Context
+    ) -> pb.TakeSessionsResponse:
+        """Take a user's sessions from their former home."""
+        async with refusals(context, self._node.counters):
+            tenant = self._gate.enter_node("take sessions", context, request.tenant)
+            if (upkeep := self._node.upkeep) is None:
+                return pb.TakeSessionsResponse()
+            return pb.TakeSessionsResponse(refused=await upkeep.moves.take(tenant, request.user))
+        raise AssertionError
+
+    async def SendSessions(  # noqa: N802
+        self, request: pb.SendSessionsRequest, context: Context
+    ) -> pb.SendSessionsResponse:
+        """Send a user's sessions to their new home."""
+        async with refusals(context, self._node.counters):
+            tenant = self._gate.enter_node("send sessions", context, request.tenant)
+            if (upkeep := self._node.upkeep) is None:
+                return pb.SendSessionsResponse()
+            return await upkeep.moves.send(tenant, request)
+        raise AssertionError
+
+    async def TakeSession(  # noqa: N802
+        self, request: pb.TakeSessionRequest, context: Context
+    ) -> pb.TakeSessionResponse:
+        """Store a session that the node has asked for."""
+        async with refusals(context, self._node.counters):
+            self._gate.enter_operator("take session", context)
+            check_keys(request.keys, SESSION_BLOCKS_MAX)
+            upkeep = self._node.upkeep
+            return pb.TakeSessionResponse(taken=upkeep is not None and await upkeep.moves.take_one(request))
+        raise AssertionError
+
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
         """Begin or stop draining, and return its progress."""
         async with refusals(context, self._node.counters):
@@ -231,11 +292,13 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
                 await membership.note_drained()
             is_seen = membership.is_seen
             return pb.DrainResponse(
-                looked=is_seen and upkeep.looked == membership.digest,
+                looked=is_seen and membership.digest == upkeep.looked == upkeep.moves.hand_overs.looked,
                 left=upkeep.ended.one_copy,
                 unsure=upkeep.ended.unsure,
                 full=upkeep.ended.full,
                 copied_blocks=upkeep.copied_blocks,
+                users_left=upkeep.moves.hand_overs.users_left,
+                unnamed_sessions=upkeep.moves.hand_overs.unnamed,
             )
         raise AssertionError
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvstore.storage.eviction import types as eviction
     from kvstore.storage.index import Name
     from kvstore.storage.manifests import SessionName
+    from kvstore.wire.manifest import Turn
 
 __all__ = [
     "DeleteDone",
@@ -135,6 +136,7 @@ class SessionStep(enum.Enum):
     PROTECT = enum.auto()  # keep this many first blocks from being evicted, over restarts too; 0: none
     EXPIRE = enum.auto()  # remove the session, if it has expired
     REWRITE = enum.auto()  # write its record again, with no change
+    TAKE = enum.auto()  # make it what it was on another node: these keys, stored or not, and these turns
 
 
 class SessionItem(NamedTuple):
@@ -160,6 +162,7 @@ class SessionItem(NamedTuple):
     expires_ms: int | None = None  # when it expires; 0: never; None: unchanged
     epoch: int | None = None  # a session of another epoch counts as missing, and is removed; None: any epoch
     source_epoch: int | None = None  # the same for the fork's source
+    turns: Sequence[Turn] = ()  # of a session that is taken
     is_erased: bool = False  # if it is removed, its records are overwritten before the step is reported
 
 

@@ -16,7 +16,7 @@ from kvstore.limits import (
     SESSION_TURN_TOKENS_MAX,
     SESSION_TURNS_MAX,
 )
-from kvstore.wire.manifest import Turn, chunk_key
+from kvstore.wire.manifest import Turn, chunk_key, follow_each_other
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Growth = Generator[None, None, tuple[Manifest, dict[bytes, bytes]]]
     """Comes to a manifest, and the chunks that it may be the first to name, by their keys."""
 
-__all__ = ["appended", "longer", "refuse_longer"]
+__all__ = ["appended", "longer", "refuse_longer", "taken"]
 
 
 def appended(manifest: Manifest, item: SessionItem, owner: bytes) -> Growth:
@@ -48,6 +48,15 @@ def appended(manifest: Manifest, item: SessionItem, owner: bytes) -> Growth:
         raise SessionRefused(f"A turn has 0 to {SESSION_TURN_TOKENS_MAX} tokens, not {turns[-1].tokens}.")
     expires_ms = manifest.expires_ms if item.expires_ms is None else item.expires_ms
     return new._replace(turns=tuple(turns), expires_ms=expires_ms), written
+
+
+def taken(empty: Manifest, item: SessionItem, owner: bytes) -> Growth:
+    """Make a session what it was on another node."""
+    new, written = yield from longer(empty, item.keys, owner)
+    turns = tuple(item.turns)
+    if len(turns) > SESSION_TURNS_MAX or not follow_each_other(turns, len(item.keys)):
+        raise SessionRefused("The turns of the session don't fit its blocks.")
+    return new._replace(turns=turns, expires_ms=item.expires_ms or 0), written
 
 
 def longer(manifest: Manifest, keys: Sequence[bytes], owner: bytes) -> Growth:

@@ -53,7 +53,7 @@ from kvstore.storage.deadlines import Deadlines
 from kvstore.storage.eviction.types import Reason
 from kvstore.storage.items import SessionDone, SessionItem, SessionStep
 from kvstore.storage.labels import is_sealed_label
-from kvstore.storage.manifest_growth import appended, longer, refuse_longer
+from kvstore.storage.manifest_growth import appended, longer, refuse_longer, taken
 from kvstore.storage.manifests import Stored
 from kvstore.storage.session_places import SessionPlaces
 from kvstore.storage.session_space import Claim
@@ -77,6 +77,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Neighbour", "Sessions"]
 
+_CREATIONS: Final = frozenset({SessionStep.FORK, SessionStep.TAKE})
+_GROWTHS: Final = {SessionStep.APPEND: appended, SessionStep.TAKE: taken}
 _REMOVALS: Final = frozenset({SessionStep.REMOVE, SessionStep.EXPIRE})
 
 _NAME_SIZES: Final = (TENANT_BYTES, USER_BYTES, SESSION_BYTES)
@@ -273,10 +275,12 @@ class Sessions:
     def _wanted(self, item: SessionItem) -> Growth:
         """Make the manifest that a step leads to, and the chunks that it may be the first to name."""
         name = item.name
-        if item.step is SessionStep.APPEND:
+        if item.step in _CREATIONS and self._manifests.get(name) is not None:
+            raise SessionRefused("A session of this name already exists.")
+        if item.step in _GROWTHS:
             stored = self._manifests.get(name)
             before = _labelled(stored.manifest, item) if stored else _empty(item)
-            return (yield from appended(before, item, self._owner(name)))
+            return (yield from _GROWTHS[item.step](before, item, self._owner(name)))
         source = item.source if item.step is SessionStep.FORK else name
         stored = self._manifests.get(source) if source is not None else None
         source_epoch = item.source_epoch if item.step is SessionStep.FORK else item.epoch
@@ -289,8 +293,6 @@ class Sessions:
         if item.step is SessionStep.PROTECT and stored is not None:
             self._refuse_to_protect(item)
             return _labelled(stored.manifest, item)._replace(protected=item.blocks), {}
-        if item.step is SessionStep.FORK and self._manifests.get(name) is not None:
-            raise SessionRefused("A session of this name already exists.")
         if source is None or source.tenant != name.tenant:
             raise NoSession("There is no such session.")
         if stored is None or self._owner(source) != self._owner(name):

@@ -37,6 +37,7 @@ __all__ = [
     "Turn",
     "chunk_key",
     "cut_turns",
+    "follow_each_other",
     "label_of",
     "pack_manifest",
     "parse_manifest",
@@ -159,7 +160,7 @@ def parse_manifest(payload: bytes, label_bytes_max: int = SESSION_LABEL_BYTES_MA
 def _read_turns(packed: bytes, blocks: int) -> tuple[Turn, ...] | None:
     """The turns of a session with this many blocks; None if they don't follow each other."""
     read = tuple(map(Turn._make, _TURN.iter_unpack(packed)))
-    return read if _follow_each_other(read, blocks) else None
+    return read if follow_each_other(read, blocks) else None
 
 
 def _parse_last(data: bytes) -> tuple[int, int, int] | None:
@@ -178,7 +179,7 @@ def _parse_last(data: bytes) -> tuple[int, int, int] | None:
     return None
 
 
-def _follow_each_other(turns: Sequence[Turn], blocks: int) -> bool:
+def follow_each_other(turns: Sequence[Turn], blocks: int) -> bool:
     """Whether there is a turn for every block, and a block in every turn."""
     firsts = [turn.first_block for turn in turns]
     if not firsts:

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 1cb882bca73e51e4b2dc0041b00e3dab
+# Generated from proto sources with BLAKE2b 9e70ae761f32f3774f613a986d8e7a6d
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from kvstore.wire import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers

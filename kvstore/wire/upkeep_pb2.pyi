@@ -1,5 +1,6 @@
-# Generated from proto sources with BLAKE2b 1cb882bca73e51e4b2dc0041b00e3dab
+# Generated from proto sources with BLAKE2b 9e70ae761f32f3774f613a986d8e7a6d
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
+from kvstore.wire import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -17,12 +18,14 @@ class Offered(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OFFERED_MISSING: _ClassVar[Offered]
     OFFERED_WANTED: _ClassVar[Offered]
     OFFERED_FULL: _ClassVar[Offered]
+    OFFERED_UNWANTED: _ClassVar[Offered]
 OFFERED_UNSPECIFIED: Offered
 OFFERED_STORED: Offered
 OFFERED_STORED_SURELY: Offered
 OFFERED_MISSING: Offered
 OFFERED_WANTED: Offered
 OFFERED_FULL: Offered
+OFFERED_UNWANTED: Offered
 
 class ForgetRequest(_message.Message):
     __slots__ = ("node",)
@@ -43,30 +46,36 @@ class DrainRequest(_message.Message):
     def __init__(self, undo: bool = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("looked", "left", "unsure", "full", "copied_blocks")
+    __slots__ = ("looked", "left", "unsure", "full", "copied_blocks", "users_left", "unnamed_sessions")
     LOOKED_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     UNSURE_FIELD_NUMBER: _ClassVar[int]
     FULL_FIELD_NUMBER: _ClassVar[int]
     COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USERS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    UNNAMED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     looked: bool
     left: int
     unsure: int
     full: int
     copied_blocks: int
-    def __init__(self, looked: bool = ..., left: _Optional[int] = ..., unsure: _Optional[int] = ..., full: _Optional[int] = ..., copied_blocks: _Optional[int] = ...) -> None: ...
+    users_left: int
+    unnamed_sessions: int
+    def __init__(self, looked: bool = ..., left: _Optional[int] = ..., unsure: _Optional[int] = ..., full: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., users_left: _Optional[int] = ..., unnamed_sessions: _Optional[int] = ...) -> None: ...
 
 class OfferRequest(_message.Message):
-    __slots__ = ("node", "lease", "tenant", "blocks")
+    __slots__ = ("node", "lease", "tenant", "blocks", "moved")
     NODE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     node: str
     lease: int
     tenant: str
     blocks: _containers.RepeatedCompositeFieldContainer[OfferedBlock]
-    def __init__(self, node: _Optional[str] = ..., lease: _Optional[int] = ..., tenant: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[OfferedBlock, _Mapping]]] = ...) -> None: ...
+    moved: bool
+    def __init__(self, node: _Optional[str] = ..., lease: _Optional[int] = ..., tenant: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[OfferedBlock, _Mapping]]] = ..., moved: bool = ...) -> None: ...
 
 class OfferedBlock(_message.Message):
     __slots__ = ("key", "length", "surely")
@@ -117,3 +126,61 @@ class CopyResponse(_message.Message):
     KEPT_FIELD_NUMBER: _ClassVar[int]
     kept: bool
     def __init__(self, kept: bool = ...) -> None: ...
+
+class TakeSessionsRequest(_message.Message):
+    __slots__ = ("tenant", "user")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    user: str
+    def __init__(self, tenant: _Optional[str] = ..., user: _Optional[str] = ...) -> None: ...
+
+class TakeSessionsResponse(_message.Message):
+    __slots__ = ("refused",)
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    refused: str
+    def __init__(self, refused: _Optional[str] = ...) -> None: ...
+
+class SendSessionsRequest(_message.Message):
+    __slots__ = ("node", "ticket", "tenant", "user", "epoch")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    ticket: int
+    tenant: str
+    user: str
+    epoch: int
+    def __init__(self, node: _Optional[str] = ..., ticket: _Optional[int] = ..., tenant: _Optional[str] = ..., user: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class SendSessionsResponse(_message.Message):
+    __slots__ = ("earlier_node", "earlier_epoch")
+    EARLIER_NODE_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    earlier_node: str
+    earlier_epoch: int
+    def __init__(self, earlier_node: _Optional[str] = ..., earlier_epoch: _Optional[int] = ...) -> None: ...
+
+class TakeSessionRequest(_message.Message):
+    __slots__ = ("ticket", "session", "keys", "turns", "expires_unix_ms", "deleted")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    session: str
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    turns: _containers.RepeatedCompositeFieldContainer[_sessions_pb2.Turn]
+    expires_unix_ms: int
+    deleted: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, ticket: _Optional[int] = ..., session: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., turns: _Optional[_Iterable[_Union[_sessions_pb2.Turn, _Mapping]]] = ..., expires_unix_ms: _Optional[int] = ..., deleted: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class TakeSessionResponse(_message.Message):
+    __slots__ = ("taken",)
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    taken: bool
+    def __init__(self, taken: bool = ...) -> None: ...

@@ -174,6 +174,10 @@ class Store:
     def references(self, names: Sequence[Name]) -> list[tuple[()]]:
         return [()] * len(names)
 
+    def page(self, tenant: bytes, after: bytes, limit: int) -> tuple[list[Any], bool]:
+        del tenant, after, limit
+        return [], False  # it has no sessions
+
     def lookup(self, names: Sequence[Name]) -> list[Entry | None]:
         return [self.blocks.get(name) for name in names]
 

@@ -17,7 +17,6 @@ from grpc.aio import AioRpcError
 
 from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.commands.cluster_command import _as_numbers, _upkeep_lines
-from kvstore.errors import NodeUnavailable
 from kvstore.node.cluster_service import _map_response
 from kvstore.node.metrics import _of_upkeep
 from kvstore.node.upkeep import Found, Upkeep
@@ -28,14 +27,11 @@ from kvstore.wire.upkeep_pb2 import DrainRequest, DrainResponse
 from tests.cluster.simulated import run
 from tests.cluster.simulated_nodes import Context
 from tests.cluster.test_repair_history import RepairHistory
-from tests.cluster.test_upkeep import COUNT, WAIT_S, RealCluster, command, data, one_key, told
-from tests.commands.here import run_here
+from tests.cluster.test_upkeep import COUNT, WAIT_S, RealCluster, command, data, told
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from kvstore.client import Nodes
 
 
 def test_a_drained_node_can_be_stopped_without_leaving_single_copies(tmp_path: Path) -> None:
@@ -77,28 +73,6 @@ def test_a_draining_node_is_read_last_and_can_become_a_member_again(tmp_path: Pa
             assert world.client.get_inline(late, len(data(late))) == data(late)
         assert command("join", drains.target).stdout == f"{drains.target} is an ordinary member again.\n"
         wait_until(lambda: not world.client.nodes.map.draining, "it is one again", WAIT_S)
-
-
-def has_session(nodes: Nodes, user: str, key: bytes) -> bool:
-    with suppress(NodeUnavailable):
-        return nodes.session(user, "chat").append([key], tokens=16) == 1
-    return False
-
-
-def test_sessions_of_a_drained_node_are_copied_before_it_stops(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        world = RealCluster(tmp_path, stack, 3)
-        drained, nodes, key = world.nodes[0], world.client.nodes, one_key()
-        user = next(one for one in map(str, range(100)) if nodes.home(one) == drained.target)
-        nodes.of(user).put_inline(key, data(key))
-        wait_until(lambda: has_session(nodes, user, key), "it orders its users' sessions", WAIT_S)
-        assert command("drain", drained.target).returncode == 0
-        copied = run_here("sessions", "copy", "--node", drained.target, "--user", user)
-        assert copied.stdout == f"1 session copied to {nodes.home(user)}\n", copied.stderr
-        assert nodes.home(user) != drained.target
-        drained.stop()
-        assert nodes.session(user, "chat").keys() == [key]
-        assert nodes.of(user).get_inline(key, len(data(key))) == data(key)
 
 
 def test_a_drain_that_would_leave_too_few_members_is_refused_at_once(tmp_path: Path) -> None:
@@ -210,11 +184,16 @@ def test_a_node_has_drained_according_to_a_full_scan() -> None:
     upkeep._membership = membership = SimpleNamespace(  # type: ignore[assignment]
         name="a", digest=8, state=DRAINING
     )
+    hand_overs = SimpleNamespace(have_ended=True)
+    upkeep.moves = SimpleNamespace(hand_overs=hand_overs)  # type: ignore[assignment]
     membership.map = Map.of(1, [me, Member("b", "b:1")])
     upkeep.looked, upkeep.ended, upkeep.found = 8, Found(one_copy=2, unsure=1), Found()
     assert not upkeep.has_drained
     upkeep.ended = Found(one_copy=1, unsure=1)
     assert upkeep.has_drained
+    hand_overs.have_ended = False
+    assert not upkeep.has_drained, "sessions of its users are left"
+    hand_overs.have_ended = True
     membership.state = ""
     assert not upkeep.has_drained, "the drain has been cancelled, and the map doesn't have it yet"
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from kvstore.config import DriveSpec
     from kvstore.storage.drive import Drive
+    from kvstore.wire.manifest import Turn
     from tests.storage.fake_keys import FakeKeyring
     from tests.storage.fakes import FakeDisk
 
@@ -238,6 +239,7 @@ class StoreRig:
         expires_ms: int | None = None,
         epoch: int | None = None,
         source_epoch: int | None = None,
+        turns: Sequence[Turn] = (),
     ) -> int:
         tag = self._take_tag()
         item = SessionItem(
@@ -257,6 +259,7 @@ class StoreRig:
             expires_ms,
             epoch,
             source_epoch,
+            turns,
         )
         self.catch_up()
         self.store.change_sessions([item], self._sessions_done)

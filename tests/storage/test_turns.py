@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,13 +12,16 @@ from kvstore.errors import NoSession, SessionRefused
 from kvstore.limits import SESSION_TURN_TOKENS_MAX, SESSION_TURNS_MAX
 from kvstore.storage.items import SessionStep
 from kvstore.storage.manifests import Listed, SessionName
+from kvstore.wire.manifest import Turn
 from tests.storage.fakes import FakeDisk
 from tests.storage.pair import fail, user_drive
-from tests.storage.rig import TENANT, USER, StoreRig, name
+from tests.storage.rig import TENANT, USER, StoreRig, key, name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from kvstore.storage.items import SessionDone
 
 BLOCKS = 300
 
@@ -63,6 +66,31 @@ def test_each_append_is_a_turn_and_survives_the_index(filled: StoreRig) -> None:
         filled.open()
         assert turns(filled, 1) == expected
         assert filled.store.manifests.of_user(TENANT, USER) == [listed]
+
+
+def take(rig: StoreRig, keys: Sequence[int], turns: Sequence[Turn], **more: Any) -> SessionDone:
+    return rig._settled(rig.start_step(1, SessionStep.TAKE, keys=keys, turns=turns, label="chat", **more))
+
+
+def test_a_session_is_taken_with_its_turns_whether_or_not_its_blocks_are_stored(filled: StoreRig) -> None:
+    keys, whole = range(BLOCKS - 20, BLOCKS + 180), [Turn(0, 2000, 1), Turn(140, 900, 2)]
+    for wrong in ([], [Turn(1, 9, 1)], [Turn(0, 9, 1), Turn(200, 1, 2)]):
+        assert isinstance(take(filled, keys, wrong, epoch=2).error, SessionRefused)
+    assert filled.store.manifests.of_user(TENANT, USER) == []
+    assert take(filled, keys, whole, epoch=2, expires_ms=1 << 60).error is None
+    filled.store.close()
+    assert filled.disk is not None
+    filled.disk = FakeDisk(filled.disk.pages)
+    filled.open()
+    listing = filled.store.manifests.keys(SessionName(TENANT, USER, name(1)))
+    assert listing == [key(number) for number in keys]
+    assert turns(filled, 1) == [(0, 2000, 1), (140, 900, 2)]
+    listed = Listed(name(1), b"chat", 200, 2, 2900, 2, 1 << 60, 2)
+    assert filled.store.manifests.of_user(TENANT, USER) == [listed]
+    assert isinstance(take(filled, [1], [Turn(0, 1, 1)], epoch=2).error, SessionRefused), "it is there"
+    assert isinstance(take(filled, [1], [Turn(0, 1, 1)], epoch=1).error, SessionRefused), "a later epoch"
+    assert take(filled, [1], [Turn(0, 1, 1)], epoch=3).error is None, "that of a past epoch does not count"
+    assert turns(filled, 1) == [(0, 1, 1)]
 
 
 @pytest.mark.parametrize(

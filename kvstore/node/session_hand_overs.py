@@ -1,0 +1,264 @@
+"""What a node does in the background when it is no longer the home of users: it hands over their sessions.
+
+When the map has changed, it asks the new home of each user to take their sessions (`session_moves`), and then sends the
+blocks that these lack. So nobody needs to wait for the user's next turn, and a drained node may be stopped.
+
+What always holds: a user counts as left until their new home has taken the sessions and their blocks were sent or
+refused. What could not be done is tried again every SESSIONS_MOVE_RETRY_MS. Blocks are paced and bounded as other
+copies are (`upkeep`). At most SESSIONS_USERS_KNOWN_MAX names of users are remembered, in memory only.
+What it doesn't do: hand over sessions of users who have not used any since the node started, because the drives have
+only digests of names: those are taken with their next turn, if this node still answers then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+import grpc
+import grpc.aio
+
+from kvstore.errors import KvError, TenantDenied
+from kvstore.limits import (
+    SESSIONS_LISTED_STEP,
+    SESSIONS_MOVE_RETRY_MS,
+    SESSIONS_MOVED_BLOCKS_MAX,
+    SESSIONS_USERS_KNOWN_MAX,
+    UPKEEP_ASKED_BLOCKS,
+    UPKEEP_AT_ONCE,
+    UPKEEP_CALL_MS,
+    UPKEEP_EVERY_MS,
+    UPKEEP_OFFERED_BLOCKS,
+    UPKEEP_SETTLE_MS,
+)
+from kvstore.names import user_name
+from kvstore.node.upkeep_service import UPKEEP
+from kvstore.wire import upkeep_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore.cluster.map import Member
+    from kvstore.cluster.membership import Membership
+    from kvstore.node.node import Node
+    from kvstore.node.peers import Peers
+    from kvstore.node.tenants import Tenant, Tenants
+    from kvstore.node.upkeep import Block, Upkeep
+
+__all__ = ["HandOvers"]
+
+log = logging.getLogger(__name__)
+
+_User = tuple[str, str]  # names of tenant and user
+
+
+class _Sending(NamedTuple):
+    """Blocks of a user's sessions that their new home may lack."""
+
+    peer: str  # its name
+    tenant: Tenant
+    keys: list[bytes]
+
+
+class HandOvers:
+    """The users that a node hands over."""
+
+    def __init__(
+        self, node: Node, tenants: Tenants, membership: Membership, peers: Peers, upkeep: Upkeep
+    ) -> None:
+        self._node, self._tenants, self._membership, self._peers = node, tenants, membership, peers
+        self._upkeep = upkeep
+        self._known: OrderedDict[_User, bool] = (
+            OrderedDict()
+        )  # the last used last; whether they have been taken
+        self._offered_left = 0
+        self._sending: dict[_User, _Sending] = {}
+        self._blocks = 0  # to be sent
+        self._has_work = asyncio.Event()
+        self.looked = 0  # digest of the map by which all known users were offered to their homes once
+        self.unnamed = 0  # sessions of users whose names are not known, while the node is draining
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Start."""
+        self._tasks = [asyncio.create_task(self._offer()), asyncio.create_task(self._send())]
+        for task in self._tasks:
+            task.add_done_callback(_ended)
+
+    async def close(self) -> None:
+        """Stop."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def note(self, tenant: str, user: str) -> None:
+        """Note that a user uses sessions here."""
+        self._known[tenant, user] = False
+        self._known.move_to_end((tenant, user))
+        if len(self._known) > SESSIONS_USERS_KNOWN_MAX:
+            self._known.popitem(last=False)
+
+    def queue(self, peer: str, tenant: Tenant, user: str, keys: Sequence[bytes]) -> None:
+        """Send blocks of sessions that a member has taken; those beyond the limit are not sent."""
+        self._drop((tenant.name, user))
+        wanted = list(dict.fromkeys(keys))[: max(0, SESSIONS_MOVED_BLOCKS_MAX - self._blocks)]
+        self._sending[tenant.name, user] = _Sending(peer, tenant, wanted)
+        self._blocks += len(wanted)
+        self._has_work.set()
+
+    def _drop(self, user: _User) -> None:
+        if (sending := self._sending.pop(user, None)) is not None:
+            self._blocks -= len(sending.keys)
+
+    @property
+    def users_left(self) -> int:
+        """How many users' sessions, or blocks of them, are not on their new homes yet."""
+        return self._offered_left + len(self._sending)
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether all users who have another home by the present map have been handed over."""
+        return self.looked == self._membership.digest and not self.users_left
+
+    # --- sessions
+
+    async def _offer(self) -> None:
+        """Offer users to their homes, after each change of the map until all of them are taken."""
+        done = 0  # digest of the map by which nobody is left
+        while True:
+            digest = self._membership.digest
+            if await self._changes(digest, UPKEEP_SETTLE_MS):
+                continue
+            if self._membership.lease and done != digest:
+                try:
+                    await self._offer_all()
+                except KvError as error:  # a drive that can't be read, perhaps
+                    log.warning("Sessions could not be handed over: %s", error)
+                    continue
+                if digest == self._membership.digest:
+                    self.looked = digest
+                    done = 0 if self._offered_left else digest
+            await self._changes(digest, SESSIONS_MOVE_RETRY_MS if done != digest else UPKEEP_EVERY_MS)
+
+    async def _changes(self, digest: int, within_ms: int) -> bool:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + within_ms / 1000
+        while self._membership.digest == digest and (left_s := until_s - loop.time()) > 0:
+            await self._membership.later_than(self._membership.map.revision, left_s)
+        return self._membership.digest != digest
+
+    async def _offer_all(self) -> None:
+        """Offer each user with sessions here, and another home, to that."""
+        elsewhere: list[tuple[_User, Member]] = []
+        known, digest = list(self._known), self._membership.digest
+        async with self._node.turns.of(UPKEEP, rest=3) as turn:
+            for at, one in enumerate(known):
+                if at and not at % UPKEEP_ASKED_BLOCKS:
+                    await turn.next()
+                if (home := self._new_home(one)) is not None:
+                    elsewhere.append((one, home))
+        self._offered_left = len(elsewhere)
+        places = asyncio.Semaphore(UPKEEP_AT_ONCE)
+
+        async def offer(one: _User, home: Member) -> None:
+            async with places:
+                if await self._is_taken(one, home):
+                    self._offered_left -= 1
+                    if digest == self._membership.digest:  # else they may have come back
+                        self._known[one] = True
+
+        await asyncio.gather(*(offer(*one) for one in elsewhere))
+        self.unnamed = await self._count_unnamed() if self._upkeep.is_draining else 0
+
+    def _new_home(self, one: _User) -> Member | None:
+        """The home of a user, if that is another node, and the user has sessions here that it has not taken."""
+        name, user = one
+        if self._known.get(one, True):
+            return None
+        home = self._membership.map.home(self._tenants.placed_as(name), user)
+        if home is None or home.name == self._membership.name:
+            return None
+        try:
+            tenant = self._tenants.copied(name)
+        except TenantDenied:  # it is in the tenants file no more
+            return None
+        named = user_name(tenant.id, user)
+        return (
+            home if self._node.store.manifests.of_user(tenant.id, named, b"", SESSIONS_LISTED_STEP) else None
+        )
+
+    async def _is_taken(self, one: _User, home: Member) -> bool:
+        request = pb.TakeSessionsRequest(tenant=one[0], user=one[1])
+        try:
+            answer: pb.TakeSessionsResponse = await self._peers.stub(home.node).TakeSessions(
+                request, timeout=UPKEEP_CALL_MS / 1000, metadata=self._peers.metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            log.debug("%s could not be asked to take sessions: %r", home.node, error)
+            return error.code() is grpc.StatusCode.UNIMPLEMENTED  # an earlier version never will
+        if answer.refused:
+            log.debug("%s does not take sessions yet: %s", home.node, answer.refused)
+        return not answer.refused
+
+    async def _count_unnamed(self) -> int:
+        """How many sessions here are of users whose names are not known."""
+        ids: dict[str, bytes] = {}
+        known: set[tuple[bytes, bytes]] = set()
+        for name, user in self._known:
+            if name not in ids:
+                try:
+                    ids[name] = self._tenants.copied(name).id
+                except TenantDenied:
+                    continue
+            known.add((ids[name], user_name(ids[name], user)))
+        unnamed, after, is_more = 0, b"", True
+        async with self._node.turns.of(UPKEEP, rest=3) as turn:
+            while is_more:
+                some, is_more = self._node.store.manifests.page(b"", after, SESSIONS_LISTED_STEP)
+                unnamed += sum((name.tenant, name.user) not in known for name, _ in some)
+                after = b"".join(some[-1][0]) if some else after
+                await turn.next()
+        return unnamed
+
+    # --- their blocks
+
+    async def _send(self) -> None:
+        """Send blocks, user by user, and those that could not be sent again later."""
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            for user, sending in list(self._sending.items()):
+                try:
+                    left = await self._send_to(user, sending)
+                except KvError as error:
+                    log.warning("Blocks of sessions could not be sent: %s", error)
+                    left = []
+                if self._sending.get(user) is sending:
+                    self._drop(user)
+                    if left:
+                        self.queue(sending.peer, sending.tenant, user[1], left)
+            if self._sending:
+                await asyncio.sleep(SESSIONS_MOVE_RETRY_MS / 1000)
+
+    async def _send_to(self, user: _User, sending: _Sending) -> list[bytes]:
+        """Send a user's blocks to their home; returns the keys of those that could not be sent now."""
+        left = list[bytes]()
+        for at in range(0, len(sending.keys), UPKEEP_OFFERED_BLOCKS):
+            home = self._membership.map.home(self._tenants.placed_as(user[0]), user[1])
+            if home is None or home.name != sending.peer:
+                return []  # a later home asks that one
+            some = self._upkeep.stored(sending.tenant, sending.keys[at : at + UPKEEP_OFFERED_BLOCKS])
+            if left or not some:
+                left += [block.name[1] for block in some]
+                continue
+            unsent: list[Block] = await self._upkeep.copy_moved(sending.peer, user[0], some)
+            left += [block.name[1] for block in unsent]
+        return left
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    """Check how the task ended: unless it was cancelled, its end is a bug, which must be logged."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("Sessions are no longer handed over.", exc_info=error)
