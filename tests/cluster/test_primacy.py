@@ -22,8 +22,9 @@ from kvstore.cluster.etcd import EtcdAway, Found
 from kvstore.cluster.etcd_history import EtcdMemory
 from kvstore.cluster.map import DRAINING, Member
 from kvstore.cluster.membership import Membership
+from kvstore.cluster.primacy import _Record
 from kvstore.errors import DeadlineExceeded, WrongEpoch
-from kvstore.limits import SESSIONS_EPOCHS_MAX, SESSIONS_KNOWN_MS, SESSIONS_TAKING_MS
+from kvstore.limits import SESSIONS_EPOCHS_MAX, SESSIONS_KNOWN_MS, SESSIONS_MOVE_MS, SESSIONS_TAKING_MS
 from kvstore.node.session_moves import SessionMoves
 from kvstore.wire import upkeep_pb2 as pb
 from tests.cluster.history import Call, End, Kind, faults
@@ -438,3 +439,33 @@ async def orders(node: Node, user: str) -> bool:
     except WrongEpoch:
         return False
     return True
+
+
+def test_a_first_step_waits_for_a_session_that_is_being_stored_when_its_time_is_up() -> None:
+    async def one() -> None:
+        world, stored = SimulatedHomes(1), list[str]()
+        leases = asyncio.create_task(world.etcd.run())
+        world.begin("node0")
+        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
+        primacy, moves = world.nodes["node0"].primacy, world.nodes["node0"].moves
+        term = await primacy.enter("", "ada")
+        primacy._note_takeover(term.lot, term.epoch, _Record("node1", 1, 0))
+
+        async def ask(ticket: int, *_: object) -> None:
+            await moves.take_one(pb.TakeSessionRequest(ticket=ticket, session="chat"))
+
+        async def store(_: object, request: pb.TakeSessionRequest) -> bool:
+            await asyncio.sleep(2 * SESSIONS_MOVE_MS / 1000)
+            stored.append(request.session)
+            return True
+
+        moves._ask, moves._store = ask, store  # type: ignore[method-assign,assignment]
+        began_s = asyncio.get_running_loop().time()
+        await asyncio.gather(*(moves.arrive(term, TENANT, "ada") for _ in range(3)))
+        assert stored == ["chat"], "once, and before the first step"
+        assert asyncio.get_running_loop().time() - began_s < 2 * SESSIONS_MOVE_MS / 1000 + 0.1
+        await moves.arrive(term, TENANT, "ada")
+        assert stored == ["chat"]
+        leases.cancel()
+
+    run(one())
