@@ -450,6 +450,10 @@ def test_a_first_step_waits_for_a_session_that_is_being_stored_when_its_time_is_
         primacy, moves = world.nodes["node0"].primacy, world.nodes["node0"].moves
         term = await primacy.enter("", "ada")
         primacy._note_takeover(term.lot, term.epoch, _Record("node1", 1, 0))
+        assert primacy.takeover(term) == ("node1", 0, set())
+        assert primacy.takeover(term._replace(epoch=term.epoch + 1)) is None, (
+            "that of another epoch doesn't count"
+        )
 
         async def ask(ticket: int, *_: object) -> None:
             await moves.take_one(pb.TakeSessionRequest(ticket=ticket, session="chat"))

@@ -300,7 +300,7 @@ def test_a_node_stopped_during_a_put_never_stores_later_contents_of_the_memory(
         monkeypatch.setattr(Client, "arm", arm_of_a_still_node)
         try:
             with pytest.raises(KvError):
-                mover.put(some)
+                mover.put("ada", some)
         finally:
             mover.memory.fill_(2)  # the next conversation
             os.kill(node.pid, signal.SIGCONT)

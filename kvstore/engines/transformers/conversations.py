@@ -1,4 +1,4 @@
-"""Conversations of one model, stored on a node.
+"""Conversations of one model, stored on a node, or in a cluster on the homes of their users.
 
 `resume` returns a cache with the KV of the given tokens, as far as the session has it. `save` stores the rest of a
 cache as one more turn. KV of other tokens is never used, so editing a prompt costs only the tokens after the edit.
@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from transformers import DynamicCache
 
-from kvstore.client import Arrivals, Client
+from kvstore.client import Arrivals, Client, Nodes
+from kvstore.client.map_follower import is_in_cluster
 from kvstore.client.resuming import Resumed as Outcome
 from kvstore.client.transfer_watch import watched_by
 from kvstore.engines.stores import is_about_domains
@@ -48,6 +49,7 @@ from kvstore.errors import (
 from kvstore.limits import ENGINE_MOVING_BYTES, ENGINE_SLOTS_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.names import SHARED, UNSAID, domain_of
+from kvstore.reach import Reach
 from kvstore.steps import Step
 from nic_offload.cuda_device import CudaDevice
 from nic_offload.errors import CudaUnavailable
@@ -62,7 +64,6 @@ if TYPE_CHECKING:
     from kvstore.client.sessions import Session
     from kvstore.client.trace import Notes, Trace
     from kvstore.engines.transformers.shapes import LayerShape
-    from kvstore.reach import Reach
     from nic_offload.device import Device
     from nic_offload.match_action import Request, Table
 
@@ -98,11 +99,11 @@ class _Known(NamedTuple):
 
 
 class CacheStore:
-    """A node, for one model."""
+    """A node or a cluster, for one model."""
 
     def __init__(
         self,
-        node: str | Reach | None,
+        node: str | Sequence[str] | Reach | None,
         model: Any,
         *,
         weights: str | None = None,
@@ -112,7 +113,9 @@ class CacheStore:
         tenant: str = "",
         device: Device | None = None,
     ) -> None:
-        """Open it. The node is not called yet; `kvstore.reach` describes how it is reached.
+        """Open it; `kvstore.reach` describes how the node is reached.
+
+        One node is asked whether it is in a cluster; several addresses are those of a cluster's nodes.
 
         `weights` identifies the model's weights; by default all of them are digested, about a second per gigabyte.
         `layers` describes the layers if the model's configuration doesn't. `rules` decide what is fetched when a
@@ -126,12 +129,9 @@ class CacheStore:
         )
         block_bytes = self.shapes.block_bytes(block_tokens, [block_tokens] * len(self.shapes.windows))
         slots = max(1, min(ENGINE_SLOTS_MAX, ENGINE_MOVING_BYTES // block_bytes))
-        client = Client(
-            node,
-            layout=self.shapes.canonical,
-            slots=slots,
-            block_bytes_max=block_bytes,
-        )
+        reach = _reach(node)
+        kind = Nodes if len(reach.nodes) > 1 or is_in_cluster(reach) else Client
+        client = kind(reach, layout=self.shapes.canonical, slots=slots, block_bytes_max=block_bytes)
         self._mover = Mover(client, block_bytes, slots)
         self.copies = _device_copies(self._device, device, self._mover)
         self.arrivals = None if rules is None else Arrivals(client, rules, tenant=tenant)
@@ -149,7 +149,7 @@ class CacheStore:
         if self._mover.client.reach.shared:
             return SHARED
         if self._encrypts is None:
-            self._encrypts = self._mover.client.status().encrypted
+            self._encrypts = self._mover.client_of(user).status().encrypted
         return domain_of(user) if self._encrypts else UNSAID
 
     def refused(self, error: KvError) -> None:
@@ -158,7 +158,7 @@ class CacheStore:
             self._encrypts = None
 
     def fetched(
-        self, wanted: Sequence[Piece], notes: Notes | None = None
+        self, user: str, wanted: Sequence[Piece], notes: Notes | None = None
     ) -> tuple[DynamicCache, int, Miss | None]:
         """A cache made of blocks, the number of its tokens, and why there are no more."""
         miss: Miss | None = None
@@ -167,14 +167,14 @@ class CacheStore:
             if self.copies is not None:
                 self.copies.settle()
             for some in batches(wanted, self._mover.capacity_bytes):
-                came, miss = self._mover.get(some)
+                came, miss = self._mover.get(user, some)
                 gathered.add(self._mover.memory, some[:came])
                 here += came
                 if miss is not None:
                     break
         count = usable(self.shapes, wanted[:here])
         if count < here:  # blocks in which a windowed layer lacks tokens: rare, so fetched again
-            cache, tokens, again = self.fetched(wanted[:count], notes)
+            cache, tokens, again = self.fetched(user, wanted[:count], notes)
             return cache, tokens, again or miss
         return self._cache(gathered, wanted[:count]), wanted[count - 1].end if count else 0, miss
 
@@ -194,20 +194,25 @@ class CacheStore:
         return cache
 
     def put(
-        self, cache: DynamicCache, cached_tokens: int, new: Sequence[Piece], notes: Notes | None = None
+        self,
+        user: str,
+        cache: DynamicCache,
+        cached_tokens: int,
+        new: Sequence[Piece],
+        notes: Notes | None = None,
     ) -> int:
         """Store blocks from a cache; returns their size in bytes."""
         layers = [(layer.keys, layer.values) for layer in cache.layers]
         if notes is not None:
-            notes.registered(self._mover.region)
+            notes.registered(self._mover.region_at(self._mover.client_of(user)))
         with self._lock, watched_by(notes):
             for some in batches(new, self._mover.capacity_bytes):
                 if self.copies is None:
                     scatter(self.shapes, layers, cached_tokens, self._mover.memory, some)
-                    self._mover.put(some)
+                    self._mover.put(user, some)
                 else:
                     copy = partial(self.copies.save, self.shapes, layers, cached_tokens, some)
-                    self._mover.put_copied(some, self.copies, copy)
+                    self._mover.put_copied(user, some, self.copies, copy)
         return sum(piece.length for piece in new)
 
     def check(self, cache: DynamicCache, cached_tokens: int) -> None:
@@ -277,11 +282,11 @@ class ChatSession:
         try:
             saved = self._saved(numbers)
         except KvError as error:
-            return Resumed(*self._store.fetched([])[:2], _miss(error))
+            return Resumed(*self._store.fetched(self._session.user, [])[:2], _miss(error))
         wanted = [piece for piece in saved.pieces if piece.end < len(numbers)]
         wanted = wanted[: usable(self._store.shapes, wanted)]
         try:
-            cache, here, miss = self._store.fetched(wanted, self._notes)
+            cache, here, miss = self._store.fetched(self._session.user, wanted, self._notes)
         except (DeviceError, CudaUnavailable) as error:
             log.warning("A conversation is not resumed: %s", error)
             cache, here = DynamicCache(config=self._store.config), 0
@@ -321,7 +326,7 @@ class ChatSession:
             domain = self._store.domain_of(self._session.user)
             whole = pieces(self._store.shapes, numbers, [*ends, cached], domain)
             new = [piece for piece in whole if piece.begin >= known]
-            sent_bytes = self._store.put(cache, cached, new, self._notes)
+            sent_bytes = self._store.put(self._session.user, cache, cached, new, self._notes)
             self._session.append([piece.key for piece in new], tokens=cached - known)
         except KvError as error:
             self._store.refused(error)
@@ -344,6 +349,12 @@ class ChatSession:
                 break
             same.append(piece)
         return _Known(same, ends, info.blocks)
+
+
+def _reach(node: str | Sequence[str] | Reach | None) -> Reach:
+    if isinstance(node, Reach):
+        return node
+    return Reach.of({"node": node} if node is None or isinstance(node, str) else {"nodes": list(node)})
 
 
 def _device_copies(place: torch.device, device: Device | None, mover: Mover) -> DeviceCopies | None:

@@ -1,4 +1,4 @@
-"""Moves blocks between this process's memory and a node.
+"""Moves blocks between this process's memory and a node, in a cluster the home of their user.
 
 If a device fills the memory, puts are armed on its flag beforehand, and leave as its copies are done.
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvstore.client import Block, Client, Hit
+from kvstore.client import Block, Client, Hit, RegisteredMemory
 from kvstore.errors import KvError
 from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_MOVE_MS, ENGINE_MOVING_BYTES
 from nic_offload.memory import allocate
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterator, Sequence
 
+    from kvstore.client import Nodes
     from kvstore.engines.transformers.device_copies import DeviceCopies
     from kvstore.engines.transformers.token_blocks import Piece
     from kvstore.miss import Miss
+    from nic_offload.fabric import Region
 
 __all__ = ["Mover", "batches"]
 
@@ -46,14 +48,22 @@ def batches(some: Sequence[Piece], limit_bytes: int) -> Iterator[list[Piece]]:
 
 
 class Mover:
-    """A client with memory for blocks in flight."""
+    """A client, or those of several nodes, with memory for blocks in flight."""
 
-    def __init__(self, client: Client, block_bytes_max: int, slots: int) -> None:
+    def __init__(self, client: Client | Nodes, block_bytes_max: int, slots: int) -> None:
         self.client = client
         self._slots = slots
         self._memory: mmap.mmap = allocate(max(ENGINE_MOVING_BYTES, block_bytes_max))
         self.memory = torch.frombuffer(self._memory, dtype=torch.uint8)
         self.region = client.register(self._memory)
+
+    def client_of(self, user: str) -> Client:
+        """The client of the node that stores a user's blocks, now."""
+        return self.client if isinstance(self.client, Client) else self.client.of(user)
+
+    def region_at(self, client: Client) -> Region:
+        """The memory as registered with a client."""
+        return self.region.at(client) if isinstance(self.region, RegisteredMemory) else self.region
 
     @property
     def capacity_bytes(self) -> int:
@@ -65,23 +75,29 @@ class Mover:
         """The memory itself."""
         return self._memory
 
-    def put_copied(self, some: Sequence[Piece], copies: DeviceCopies, queue: Callable[[], None]) -> None:
+    def put_copied(
+        self, user: str, some: Sequence[Piece], copies: DeviceCopies, queue: Callable[[], None]
+    ) -> None:
         """As `put`, of blocks that the device copies into the memory once `queue` was called."""
         copies.settle()  # a copy of an earlier save would change these blocks
-        self._put(some, copies, queue)
+        self._put(user, some, copies, queue)
 
-    def put(self, some: Sequence[Piece]) -> None:
-        """Store blocks that are contiguous in the memory; returns the KvError of the first that is not stored."""
-        self._put(some, None, lambda: None)
+    def put(self, user: str, some: Sequence[Piece]) -> None:
+        """Store blocks that are contiguous in the memory; raises the KvError of the first that is not stored."""
+        self._put(user, some, None, lambda: None)
 
-    def _put(self, some: Sequence[Piece], copies: DeviceCopies | None, queue: Callable[[], None]) -> None:
+    def _put(
+        self, user: str, some: Sequence[Piece], copies: DeviceCopies | None, queue: Callable[[], None]
+    ) -> None:
+        client = self.client_of(user)
+        region = self.region_at(client)
         word, threshold = (None, 1) if copies is None else (copies.flag.word, copies.flag.last + 1)
         at, blocks = 0, []
         for piece in some:
-            blocks.append(Block(piece.key, self.region, at, piece.length, threshold, domain=piece.domain))
+            blocks.append(Block(piece.key, region, at, piece.length, threshold, domain=piece.domain))
             at += piece.length
         for first in range(0, len(blocks), self._slots):
-            puts = self.client.arm(blocks[first : first + self._slots], word)
+            puts = client.arm(blocks[first : first + self._slots], word)
             if not first:
                 try:
                     queue()
@@ -94,13 +110,14 @@ class Mover:
                 if result.error is not None and not result.has_block:
                     raise result.error
 
-    def get(self, some: Sequence[Piece]) -> tuple[int, Miss | None]:
+    def get(self, user: str, some: Sequence[Piece]) -> tuple[int, Miss | None]:
         """Get blocks into the memory, contiguously; returns how many arrived, and why the next did not."""
-        at, blocks = 0, []
+        client, at, blocks = self.client_of(user), 0, list[Block]()
+        region = self.region_at(client)
         for piece in some:
-            blocks.append(Block(piece.key, self.region, at, piece.length))
+            blocks.append(Block(piece.key, region, at, piece.length))
             at += piece.length
-        for number, outcome in enumerate(self.client.get(blocks)):
+        for number, outcome in enumerate(client.get(blocks)):
             if not isinstance(outcome, Hit):
                 return number, outcome
         return len(some), None

@@ -1,0 +1,59 @@
+"""Conversations of a small model on a cluster: with nothing but a node's address, and while their home changes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is in .venv-engines only: make test-engines")
+
+from transformers import DynamicCache  # noqa: E402
+
+from kvstore.engines.transformers import CacheStore  # noqa: E402
+from tests.cluster.test_upkeep import RealCluster, command  # noqa: E402
+from tests.engines.test_transformers import _model, _run, _same, _tokens  # noqa: E402
+from tests.nic_offload.rig import wait_until  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WAIT_S, USERS = 60.0, [f"user {number}" for number in range(6)]
+
+
+@pytest.mark.parametrize("addresses", [1, 2])
+def test_conversations_go_on_at_their_users_homes_while_a_node_is_drained(
+    tmp_path: Path, addresses: int
+) -> None:
+    model, tokens = _model("full"), _tokens(100)
+    live = DynamicCache(config=model.config)
+    _run(model, tokens[:, :70], live)
+    with ExitStack() as stack:
+        world = RealCluster(tmp_path, stack, 3)
+        named = [node.target for node in world.nodes[1:]][:addresses]
+        where = named[0] if addresses == 1 else named
+        store = stack.enter_context(CacheStore(where, model, block_tokens=16))
+        for user in USERS:
+            wait_until(
+                lambda user=user: store.session(user, "chat").save(live, tokens).error is None,  # type: ignore[misc]
+                "it is saved once its home orders sessions",
+                WAIT_S,
+            )
+        homes = {user: world.client.nodes.home(user) for user in USERS}
+        assert len(set(homes.values())) > 1
+        drained = world.nodes[0]
+        assert drained.target in homes.values()
+        assert command("drain", drained.target).returncode == 0
+        drained.stop()
+        world.nodes.remove(drained)
+        world.settled()
+        for user in USERS:
+            wait_until(
+                lambda user=user: store.session(user, "chat").resume(tokens).tokens == 70,  # type: ignore[misc]
+                "it continues, on its new home",
+                WAIT_S,
+            )
+            back = store.session(user, "chat").resume(tokens)
+            assert back.miss is None
+            assert _same(back.cache, live)
