@@ -112,7 +112,8 @@ class Core(Handle):
         self._fabric: Fabric | None = None  # a client that makes only gRPC calls needs none
         self._transport = reach.transport  # until the fabric is opened, if that is "auto"
         self._own_side = OwnSide(reach)
-        self._closed = False
+        self._closed = self._closing = False
+        self._cancel_attach: Callable[[], object] | None = None  # of the last one that has begun
         self._pid = os.getpid()
         self.calls = 0  # made to the node; a test counts that armed puts need none
         self._tags = itertools.count(TAGS_OF_ONE, TAGS_OF_ONE)
@@ -325,8 +326,18 @@ class Core(Handle):
                     return self.link
             left_s = max(0.0, until_s - time.monotonic())
             return self._attach(left_s)
+        except KvError as error:
+            if self._closing:
+                raise Closed("The client was closed while it attached to the node.") from error
+            raise
         finally:
             self._attaching.release()
+
+    def attaching(self, cancel: Callable[[], object]) -> None:
+        """Note how the attach that has begun is ended if the client is closed."""
+        self._cancel_attach = cancel
+        if self._closing:
+            cancel()
 
     def _attach(self, timeout_s: float) -> Link:
         until_s = time.monotonic() + timeout_s
@@ -425,7 +436,10 @@ class Core(Handle):
         self._pump.join()
 
     def close(self) -> None:
-        """Close the client. Puts that have not been acknowledged fail."""
+        """Close the client. Puts that have not been acknowledged fail, and so does an attach under way."""
+        self._closing = True
+        if self.link is None and self._cancel_attach is not None:
+            self._cancel_attach()
         with self._attaching, self.lock:
             if self._closed:
                 return

@@ -86,6 +86,10 @@ class Callbacks(NamedTuple):
 class Host(Protocol):
     """What operations need of their client."""
 
+    def attaching(self, cancel: Callable[[], object]) -> None:
+        """Note how the attach that has begun is ended if the client is closed."""
+        ...
+
     @property
     def fabric(self) -> Fabric:
         """The fabric of all its links."""
@@ -218,6 +222,7 @@ class Link:
             reads_directory=True,
         )
         self._responses = self.stub.Attach(self._requests(request))
+        client.attaching(self._responses.cancel)
         answer = self._first_answer(self._responses, timeout_s)
         if answer.seal:  # a node of an earlier version gives none
             Seal(answer.seal).put_on_client(self.endpoint, self._acks)
