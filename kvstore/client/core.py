@@ -327,7 +327,7 @@ class Core(Handle):
             left_s = max(0.0, until_s - time.monotonic())
             return self._attach(left_s)
         except KvError as error:
-            if self._closing:
+            if self._closing and not isinstance(error, Closed):
                 raise Closed("The client was closed while it attached to the node.") from error
             raise
         finally:
