@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests, in parts, four at a time on two cores: many tests wait for other processes, or for a drive, and leave the
+# All tests, in parts, three at a time on two cores: many tests wait for other processes, or for a drive, and leave the
 # cores to the others. The next part begins when one has ended. The longest come first and the shortest last, so all cores
 # have work until shortly before the end.
 #
@@ -21,7 +21,7 @@ unset PYTHONDONTWRITEBYTECODE
 export OPENBLAS_NUM_THREADS=1
 if (($#)) && [[ $1 != hostile && $1 != engines ]]; then exec "$py" -m pytest "$@"; fi
 
-beside=4
+beside=3
 parts=(client cluster node nic_offload storage conformance programs sim)
 declare -A paths=([programs]="tests/benchmarks tests/crash tests/examples")
 for name in "${parts[@]}"; do paths[$name]=${paths[$name]:-tests/$name}; done

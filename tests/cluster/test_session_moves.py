@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
 
 WAIT_S = 60.0
-USERS = [f"user {number}" for number in range(12)]
+USERS = [f"user {number}" for number in range(36)]  # some have their home at each of three nodes
 
 
 class Conversations:

@@ -21,7 +21,7 @@ from nic_offload.fabric import MEMORY
 from nic_offload.memory import address_of
 from nic_offload.pieces import Pieces
 from nic_offload.shelf import Desk, Served, Shelf, Shelved, directory_bytes
-from tests.nic_offload.rig import PAGE, Pair, Side
+from tests.nic_offload.rig import PAGE, Pair, Side, wait_until
 from tests.nic_offload.test_shelf import key_of
 
 if TYPE_CHECKING:
@@ -312,17 +312,21 @@ def test_a_block_that_changes_while_it_is_copied_is_never_read_in_part(rig: Rig)
 
     reader = threading.Thread(target=read)
     reader.start()
-    versions_of = random.Random(7)
-    for version in range(1, versions):
-        rig.unlist(1)
-        assert rig.shelf.take([1001 if version == 1 else 10_000 + version - 1])[0]
-        data = bytes([versions_of.randrange(256)]) * length
-        rig.node.fill(0, data)
-        rig.shelve(1, data, id=10_000 + version)
-    over.set()
-    reader.join(20)
+    try:
+        wait_until(lambda: outcomes[True] > 0, "a read of the first version")
+        versions_of = random.Random(7)
+        for version in range(1, versions):
+            rig.unlist(1)
+            assert rig.shelf.take([1001 if version == 1 else 10_000 + version - 1])[0]
+            data = bytes([versions_of.randrange(256)]) * length
+            rig.node.fill(0, data)
+            rig.shelve(1, data, id=10_000 + version)
+        before = outcomes[True]
+        wait_until(lambda: outcomes[True] > before or not reader.is_alive(), "a read of the last version")
+    finally:
+        over.set()
+        reader.join(20)
     assert len(outcomes) == 2, "bytes of two versions"
-    assert outcomes[True] > 0
     assert rig.read(1), "no checksum was found wrong"
 
 
