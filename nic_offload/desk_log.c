@@ -4,8 +4,8 @@
  *
  * What always holds: an entry is taken once. What a client writes is copied once and then checked; a false entry harms only
  * the statistics of its own tenant, and an impossible one closes its log for good. Nobody waits: a client whose log is full
- * makes a call, which has its entries taken; and whoever takes all entries takes those written when it began, so that
- * clients that go on writing don't keep it. All under the shelf's lock.
+ * makes a call, which has its entries taken. Draining all logs takes only what was written when it began, so that clients
+ * that go on writing don't keep it. All under the shelf's lock.
  */
 #define _GNU_SOURCE
 #include "desk_inside.h"

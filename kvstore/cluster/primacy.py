@@ -222,7 +222,7 @@ class Primacy:
             self._forget(next(iter(self._takeovers)))
 
     def _forget(self, lot: int) -> None:
-        """Forget a takeover as a whole: a user whose first step has come must not count as one who has yet to come."""
+        """Forget a takeover as a whole: a user that has begun must not count as one that has not."""
         _, takeover = self._takeovers.pop(lot, (0, None))
         self._taken_users -= 0 if takeover is None else len(takeover.users)
 

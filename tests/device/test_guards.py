@@ -147,11 +147,15 @@ def test_layers_that_a_step_computes_again_are_stored_with_their_last_values(
         engine.close()
 
 
+def make_two_objects_of_a_block(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "OBJECT_BYTES_MAX", 3 * PAGE_BYTES)
+    vars(engine.identity.groups[0]).pop("runs", None)  # made with the limit of before
+
+
 def test_an_object_whose_layer_is_computed_again_waits_for_the_last_copy(
     engine: Engine, device: Refusing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "OBJECT_BYTES_MAX", 3 * PAGE_BYTES)
-    vars(engine.identity.groups[0]).pop("runs", None)  # made with the limit of before
+    make_two_objects_of_a_block(engine, monkeypatch)
     wanted, values = wanted_of(5), random_values(SHAPE, [5])
     client: Any = engine.transport._client  # type: ignore[attr-defined]
     (first, second) = engine.identity.groups[0].objects([wanted[0].digest], 0)
@@ -173,8 +177,7 @@ def test_an_object_whose_layer_is_computed_again_waits_for_the_last_copy(
 def test_nothing_is_sent_before_the_device_has_copied_it(
     engine: Engine, device: Refusing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups, "OBJECT_BYTES_MAX", 3 * PAGE_BYTES)
-    vars(engine.identity.groups[0]).pop("runs", None)  # made with the limit of before
+    make_two_objects_of_a_block(engine, monkeypatch)
     wanted, values = wanted_of(5), random_values(SHAPE, [5])
     (first, second) = engine.identity.groups[0].objects([wanted[0].digest], 0)
     client: Any = engine.transport._client  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import select
+import shutil
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,18 @@ class StoreRig:
         self.kill()
         self.disks = [disk.after_power_loss(seed + number) for number, disk in enumerate(self.disks)]
         self.boot_id = f"{seed:036d}"
+
+    def go_on_after(self, how: str, seed: int) -> None:
+        """Continue as the next process, after a loss of power, a kill, or a kill and the loss of the index."""
+        if how == "power":
+            self.power_loss(seed)
+        else:
+            self.kill()
+            assert self.disk is not None
+            self.disk = self.disk.after_kill(seed)
+        if how == "no-index":
+            shutil.rmtree(self.data / "index-0")
+        self.open()
 
     def home(self, number: int) -> int:
         """The position of the drive where a block belongs."""

@@ -93,18 +93,6 @@ def _of_other(rig: StoreRig) -> set[int]:
     return {place.offset // PAGE_BYTES + one for place in places for one in range(place.pages)}
 
 
-def goes_on_after(rig: StoreRig, how: str, seed: int) -> None:
-    if how == "power":
-        rig.power_loss(seed)
-    else:
-        rig.kill()
-        assert rig.disk is not None
-        rig.disk = rig.disk.after_kill(seed)
-    if how == "no-index":
-        shutil.rmtree(rig.data / "index-0")
-    rig.open()
-
-
 @pytest.mark.parametrize("how", ["kill", "no-index", "power"])
 def test_an_erased_session_leaves_nothing_once_an_interrupted_erasure_is_repeated(
     filled: tuple[Path, dict[int, bytes]], tmp_path: Path, how: str
@@ -121,7 +109,7 @@ def test_an_erased_session_leaves_nothing_once_an_interrupted_erasure_is_repeate
             assert done[0].error is None
             assert left(rig) == []
         met.add(len(left(rig)))
-        goes_on_after(rig, how, steps)
+        rig.go_on_after(how, steps)
         other = rig.store.manifests.keys(OF_OTHER)
         assert other is not None, steps
         assert len(other) in (0, SESSION_CHUNK_BLOCKS)

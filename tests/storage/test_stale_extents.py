@@ -70,19 +70,6 @@ def erase(rig: StoreRig, number: int) -> DeleteDone:
     raise AssertionError("the erasure is not answered")
 
 
-def goes_on_after(rig: StoreRig, how: str, seed: int) -> None:
-    """Continue as the next process."""
-    if how == "power":
-        rig.power_loss(seed)
-    else:
-        rig.kill()
-        assert rig.disk is not None
-        rig.disk = rig.disk.after_kill(seed)
-    if how == "no-index":
-        shutil.rmtree(rig.data / "index-0")
-    rig.open()
-
-
 @pytest.mark.parametrize("how", ["kill", "no-index", "power"])
 def test_an_erased_block_is_not_left_where_it_was_before_it_was_encrypted(
     tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
@@ -97,7 +84,7 @@ def test_an_erased_block_is_not_left_where_it_was_before_it_was_encrypted(
         met.add((rig.drive.keeping.plain_bytes, rig.drive.puts.rewriting, readable))
         with monkeypatch.context() as patch:
             patch.setattr(Encrypting, "step", lambda _: None)  # nothing takes the old place
-            goes_on_after(rig, how, steps)
+            rig.go_on_after(how, steps)
             for number in range(BLOCKS):
                 assert rig.get(number)[1] == payload(number), (steps, number)
             for number in range(0, BLOCKS, 2):
