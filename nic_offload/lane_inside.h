@@ -32,14 +32,16 @@ struct record {
 	struct vault_key key;
 };
 
-/* A write. Staged memory is allocated and released in the order in which pieces begin. */
+/* A part of a record, written at once. Staged memory is allocated and released in the order in which pieces begin. */
 struct piece {
 	struct record *record;
-	struct iovec parts[2]; /* the bytes not written yet */
-	uint64_t offset, moved, size; /* offset: of the first byte to be written */
-	uint32_t stumbles;
 	uint32_t taken; /* of staged memory, including the gap before it */
 	int is_over;
+
+	/* If a write begins with it: of that write, which has the next pieces as well. */
+	uint32_t count;		      /* pieces */
+	uint32_t stumbles;
+	uint64_t offset, moved, size; /* offset: of its first byte */
 };
 
 struct tk_lane {
@@ -56,14 +58,20 @@ struct tk_lane {
 	uint64_t bytes; /* of these */
 	uint32_t owner_changes; /* records, except the first, that change the owner */
 	struct piece *pieces; /* a ring of `depth`, by their numbers: */
+	struct iovec (*parts)[2]; /* likewise: the bytes that are not written yet */
 	uint64_t pieces_begun, pieces_freed; /* of the next piece, and of the oldest still in use */
 
 	uint32_t whole; /* records of which no more pieces will begin; the next ones follow in order */
 	/* With encryption. */
 	struct record_stream stream; /* the first record that is not complete */
 	struct staged staged;
-	uint32_t unsubmitted;
-	uint64_t submit_at_ns; /* at the latest */
+	/* Writes that were prepared and not submitted, */
+	uint32_t unsubmitted, unsubmitted_pieces;
+	uint64_t unsubmitted_bytes;
+	uint64_t submit_at_ns; /* at the latest; 0: a peer waits for one */
+	struct io_uring_sqe *last_write; /* the last of them, if it may get more pieces; it begins with */
+	struct piece *last_first;
+	uint32_t in_flight; /* submitted, and not ended */
 
 	pthread_mutex_t lock; /* for all that follows */
 	struct tk_ground ground, next_ground, ground_before; /* see `tk_lane_state` */

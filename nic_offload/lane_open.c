@@ -20,6 +20,7 @@ static void free_lane(struct tk_lane *lane)
 	pthread_mutex_destroy(&lane->lock);
 	free(lane->records);
 	free(lane->pieces);
+	free(lane->parts);
 	free(lane->written);
 	free(lane);
 }
@@ -41,7 +42,8 @@ static int open_memory(struct tk_lane *lane)
 {
 	lane->records = calloc(lane->setup.depth, sizeof *lane->records);
 	lane->pieces = calloc(lane->setup.depth, sizeof *lane->pieces);
-	if (!lane->records || !lane->pieces)
+	lane->parts = calloc(lane->setup.depth, sizeof *lane->parts);
+	if (!lane->records || !lane->pieces || !lane->parts)
 		return -ENOMEM;
 	if (!lane->setup.encryption.vault)
 		return posix_memalign((void **)&lane->headers, PAGE, (size_t)lane->setup.depth * PAGE) ? -ENOMEM : 0;

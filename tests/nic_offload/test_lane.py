@@ -57,13 +57,22 @@ PAGES = 3  # of a record
 
 
 class Drive:
-    """A file, and the lane to it of a rig's receiver."""
+    """A file, or what is open as `fd`, and the lane to it of a rig's receiver."""
 
-    def __init__(self, rig: GrantRig, path: Path, flags: int = os.O_RDWR, bytes_max: int = BYTES_MAX) -> None:
-        path.write_bytes(b"\xaa" * (4 * MIB))
+    def __init__(
+        self,
+        rig: GrantRig,
+        path: Path,
+        flags: int = os.O_RDWR,
+        bytes_max: int = BYTES_MAX,
+        fd: int | None = None,
+    ) -> None:
         self.rig = rig
         self.path = path
-        self._fd = os.open(path, flags | os.O_DIRECT)
+        if fd is None:
+            path.write_bytes(b"\xaa" * (4 * MIB))
+            fd = os.open(path, flags | os.O_DIRECT)
+        self._fd = fd
         self.lane = Lane(rig.pair.far.fabric, TAG, self._fd, DEPTH, bytes_max, FORMAT)
         rig.receiver.use(Lanes([self.lane], bytes(LOTS)))
         rig.lanes.append(self.came)
