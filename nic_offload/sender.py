@@ -193,8 +193,8 @@ def put(
     first, other = metadata
     if first or other:
         first, other = first + bytes(-len(first) % 8), other + bytes(-len(other) % 8)
-    if max(len(first), len(other)) > METADATA_BYTES_MAX:
-        raise ValueError(f"A put has room for {METADATA_BYTES_MAX} bytes of metadata.")
+        if max(len(first), len(other)) > METADATA_BYTES_MAX:
+            raise ValueError(f"A put has room for {METADATA_BYTES_MAX} bytes of metadata.")
     head = _PUTS.pack(
         tag,
         sender.pointer,
@@ -211,7 +211,7 @@ def put(
         fingerprint,
     )
     out = ffi.new(_GROUP)
-    code = lib.tk_put(fabric.handle, head + b"".join(rows), first + other, out)
+    code = lib.tk_put(fabric.handle, b"".join((head, *rows)), first + other, out)
     if code:
         raise FabricError.from_code(f"Arming {len(rows)} puts", code)
     return Group.owning(out[0], len(rows))

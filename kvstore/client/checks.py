@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvstore.client.blocks import Block, pieces_of, regions_of, whole_of
 from kvstore.config import show_size
@@ -60,6 +60,7 @@ __all__ = [
 
 _key, _length, _domain = attrgetter("key"), attrgetter("length"), attrgetter("domain")
 _LENGTH = "A block's length"
+_IS_PART = "A part of a block can be fetched, but not put."
 _FLAGS = (FlagWord, Counter)
 
 
@@ -227,9 +228,14 @@ def check_gets(fabric: Fabric, blocks: Sequence[Block], blocks_max: int) -> list
 
 def _check_put(blocks: Sequence[Block], regions: Sequence[Region]) -> None:
     if any(map(whole_of, blocks)):
-        raise InvalidArgument("A part of a block can be fetched, but not put.")
-    if any(one.gpu is not None for one in regions):
-        raise InvalidArgument("A block is put from the host's memory: copy it from the GPU's first.")
+        raise InvalidArgument(_IS_PART)
+    _check_host(regions)
+
+
+def _check_host(regions: Sequence[Region]) -> None:
+    for one in regions:
+        if one.gpu is not None:
+            raise InvalidArgument("A block is put from the host's memory: copy it from the GPU's first.")
 
 
 def check_domain(key: bytes, domain: bytes) -> None:
@@ -260,13 +266,21 @@ def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_
     """Raise if puts of these can't be armed."""
     _count(blocks, blocks_max, "A batch of puts has")
     regions = check_memory(fabric, blocks)
+    for one in blocks:  # one loop: for a few blocks it takes half as long as one for each question
+        if one.length > bytes_max:
+            _refuse_length(blocks, bytes_max)
+        if one.whole:
+            raise InvalidArgument(_IS_PART)
+        if one.key and (one.domain or is_in_domain(one.key)):  # one without a key is checked when it is named
+            check_domain(one.key, one.domain)
+    _check_host(regions)
+
+
+def _refuse_length(blocks: Sequence[Block], bytes_max: int) -> NoReturn:
     largest = max(map(_length, blocks))
-    if largest > bytes_max:
-        raise InvalidArgument(
-            f"The client was opened for blocks of up to {bytes_max} bytes, and one has {largest}."
-        )
-    _check_put(blocks, regions)
-    _check_domains(blocks)
+    raise InvalidArgument(
+        f"The client was opened for blocks of up to {bytes_max} bytes, and one has {largest}."
+    )
 
 
 def check_name(what: str, name: object) -> None:

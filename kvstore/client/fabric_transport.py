@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvstore.client.blocks import Hit, pieces_of, put_into
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = ["FabricTransport"]
 
 _EXPIRES = "The time at which a block expires"
+_domain = attrgetter("domain")
 
 
 class FabricTransport:
@@ -237,8 +239,8 @@ def _refuse_domains(link: Link, blocks: Sequence[Block]) -> None:
 
     A node that encrypts refuses blocks without a domain itself; this check saves sending them.
     """
-    domains = {one.domain for one in blocks}
-    if link.encrypts and UNSAID in domains:
-        raise DomainRequired
-    if not link.encrypts and domains - {UNSAID, SHARED}:
+    if link.encrypts:
+        if UNSAID in map(_domain, blocks):
+            raise DomainRequired
+    elif any(map(_domain, blocks)) and not {UNSAID, SHARED}.issuperset(map(_domain, blocks)):
         raise NotEncrypted
