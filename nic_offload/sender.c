@@ -13,7 +13,7 @@
  *
  * If the node is on the same machine and its slots are mapped here, payload, head and flag are copied into them, in
  * this order, without a message, and the node's doorbell is rung (shared_puts.c). The head is made in private memory,
- * since the node can write to a slot at any time.
+ * as the node can write to a slot. Few bytes go ahead of the node, which so reads them from a cache.
  *
  * What it doesn't do: hand puts to a NIC's deferred work; the agent fires them.
  */
@@ -26,6 +26,12 @@
 #include <string.h>
 
 #define BYTES_A_STEP (16u << 10) /* copied, and checksummed while they are in the cache */
+#define AHEAD_BYTES (4u << 20) /* in shared slots that the node has not read, */
+#define AHEAD_COUNT 2u	       /* or this many puts, whatever their size */
+
+struct granted {
+	uint64_t generation, length; /* of its next put, and of the one in it */
+};
 
 struct tk_sender {
 	struct tk_sender_setup setup;
@@ -34,11 +40,11 @@ struct tk_sender {
 	/* Used only by the thread that runs the rounds. */
 	struct tk_sender *next;
 	struct queue ungranted;
-	uint64_t *generations; /* generation of each slot's next put */
+	struct granted *each_slot;
 	uint32_t *slots, *words; /* free ones, last used first: its memory is warm */
 	uint32_t slots_free, words_free;
+	uint64_t ahead; /* bytes of the puts in slots */
 	uint64_t ack_generation;
-
 	uint64_t shared; /* atomic: puts that went through shared memory */
 
 	/* Memory in which puts of pieces are gathered; set before the first of them. */
@@ -53,7 +59,7 @@ const struct tk_sender_setup *sender_setup(const struct tk_sender *sender)
 
 static void free_sender(struct tk_sender *sender)
 {
-	free(sender->generations);
+	free(sender->each_slot);
 	free(sender->slots);
 	free(sender->words);
 	free(sender);
@@ -106,9 +112,8 @@ int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out)
 {
 	if (!setup->endpoint || !setup->region || !setup->slots_count || !setup->words_count || setup->words % 8 ||
 	    (!setup->shared_slots && !may_watch_words(setup)) ||
-	    !holds(setup->region, setup->heads, (uint64_t)setup->slots_count * TK_HEAD_PAGE))
-		return -EINVAL;
-	if (setup->shared_slots && share(setup))
+	    !holds(setup->region, setup->heads, (uint64_t)setup->slots_count * TK_HEAD_PAGE) ||
+	    (setup->shared_slots && share(setup)))
 		return -EINVAL;
 	struct tk_sender *sender = calloc(1, sizeof *sender);
 	if (!sender)
@@ -116,27 +121,24 @@ int tk_sender_open(const struct tk_sender_setup *setup, struct tk_sender **out)
 	sender->setup = *setup;
 	sender->fabric = setup->endpoint->fabric;
 	sender->ack_generation = setup->first_ack_generation;
-	sender->generations = calloc(setup->slots_count, sizeof *sender->generations);
+	sender->each_slot = calloc(setup->slots_count, sizeof *sender->each_slot);
 	sender->slots = calloc(setup->slots_count, sizeof *sender->slots);
 	sender->words = calloc(setup->words_count, sizeof *sender->words);
-	if (!sender->generations || !sender->slots || !sender->words) {
+	if (!sender->each_slot || !sender->slots || !sender->words) {
 		free_sender(sender);
 		return -ENOMEM;
 	}
 	for (uint32_t i = 0; i < setup->slots_count; i++) {
-		sender->generations[i] = setup->first_generation;
+		sender->each_slot[i].generation = setup->first_generation;
 		sender->slots[sender->slots_free++] = setup->slots_count - 1 - i;
 	}
 	for (uint32_t i = 0; i < setup->words_count; i++)
 		sender->words[sender->words_free++] = setup->words_count - 1 - i;
 	int status = on_the_thread(sender->fabric, add_sender, &sender, sizeof sender);
-	if (status) {
-		if (status != TK_STUCK)
-			free_sender(sender);
-		return status;
-	}
-	*out = sender;
-	return 0;
+	if (status && status != TK_STUCK)
+		free_sender(sender);
+	*out = status ? NULL : sender;
+	return status;
 }
 
 int tk_sender_gather(struct tk_sender *sender, struct tk_region *region, uint64_t address, uint64_t slot_bytes)
@@ -263,7 +265,7 @@ static void make_head(struct work *work)
 	size_t metadata_bytes = op->head->metadata_bytes;
 	memcpy((char *)head - metadata_bytes, (const char *)op->head - metadata_bytes, metadata_bytes + sizeof *head);
 	head->metadata_bytes = (uint32_t)metadata_bytes;
-	head->generation = sender->generations[work->grant - 1];
+	head->generation = sender->each_slot[work->grant - 1].generation;
 	head->ack_generation = work->partner->ack.generation;
 	head->ack_word = sender->setup.first_word + work->word - 1;
 	head->length = op->length;
@@ -285,11 +287,23 @@ static int may_be_sent(const struct tk_operation *op)
 	return is_named && metadata_bytes <= TK_HEAD_PAGE - sizeof *op->head && metadata_bytes % 8 == 0;
 }
 
+static int may_go_ahead(const struct tk_sender *sender, uint32_t length)
+{
+	return !sender->setup.shared_slots || sender->setup.slots_count - sender->slots_free < AHEAD_COUNT ||
+	       sender->ahead + length <= AHEAD_BYTES;
+}
+
+static void free_slot(struct tk_sender *sender, uint32_t slot)
+{
+	sender->ahead -= sender->each_slot[slot].length;
+	sender->slots[sender->slots_free++] = slot;
+}
+
 /* Gives the put a slot and a word, if any are free; next its bytes are checksummed. */
 static int grant(struct tk_fabric *fabric, struct work *work)
 {
 	struct tk_sender *sender = work->op.sender;
-	if (!sender->slots_free || !sender->words_free)
+	if (!sender->slots_free || !sender->words_free || !may_go_ahead(sender, work->op.length))
 		return 0;
 	struct work *watch = take_free_work(fabric, 1);
 	if (!watch)
@@ -303,6 +317,8 @@ static int grant(struct tk_fabric *fabric, struct work *work)
 	}
 	sender->slots_free--;
 	sender->words_free--;
+	sender->each_slot[work->grant - 1].length = work->op.length;
+	sender->ahead += work->op.length;
 	make_head(work);
 	return 1;
 }
@@ -360,7 +376,7 @@ void sender_put_over(struct tk_fabric *fabric, struct work *work)
 	unpair(work);
 	if (!work->grant || work->posted_ns)
 		return;
-	sender->slots[sender->slots_free++] = work->grant - 1;
+	free_slot(sender, work->grant - 1);
 	sender->words[sender->words_free++] = work->word - 1;
 	if (watch) {
 		watch->grant = watch->word = 0;
@@ -373,8 +389,8 @@ void sender_acked(struct work *watch, int is_final)
 {
 	struct tk_sender *sender = watch->sender;
 	if (watch->grant) {
-		sender->generations[watch->grant - 1]++;
-		sender->slots[sender->slots_free++] = watch->grant - 1;
+		sender->each_slot[watch->grant - 1].generation++;
+		free_slot(sender, watch->grant - 1);
 		watch->grant = 0;
 	}
 	if (is_final) {

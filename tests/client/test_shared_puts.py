@@ -123,6 +123,30 @@ def test_many_puts_armed_on_one_flag_pass_through_eight_slots(inside: ClientWith
     assert all(is_there(inside, block) for block in blocks[::37])
 
 
+@pytest.mark.parametrize(("length", "ahead"), [(MIB, 4), (4096, GRANTED_SLOTS)])
+def test_large_puts_that_the_node_has_not_read_are_few(tmp_path: Path, length: int, ahead: int) -> None:
+    """So the node reads them from the processor's cache."""
+    with small_node(tmp_path / "node") as node, rig_of(node) as rig:
+        assert put(rig, rig.block(0)) is None
+
+        def put_to_a_stopped_node(blocks: list[Block]) -> None:
+            expected = shared_puts(rig) + ahead
+            stop(node.pid)
+            try:
+                puts = rig.client.arm(blocks, rig.flags[0])
+                rig.flags[0].store(blocks[-1].threshold)
+                wait_until(lambda: shared_puts(rig) == expected, "the client has put so many")
+                assert not puts.wait_landed(0.05)
+                assert shared_puts(rig) == expected
+            finally:
+                os.kill(node.pid, signal.SIGCONT)
+            assert {result.error for result in puts.wait(WAIT_S)} == {None}
+            assert all(is_there(rig, block) for block in blocks)
+
+        for first in (1, 9):
+            put_to_a_stopped_node([rig.block(number, length) for number in range(first, first + 8)])
+
+
 def test_an_idle_peer_is_woken(inside: ClientWithBuffers) -> None:
     """Without the doorbells each would wait for the end of a sleep: 20 ms at the node, and every fifth up to 4 ms."""
     numbers = itertools.count()
