@@ -269,8 +269,8 @@ struct nic {
 	uint64_t kicked_ns;
 	int flushing;	   /* `flusher` is running; meanwhile counters can be neither read nor set, only added to */
 	int flushed;	   /* atomic: it has finished */
-	int flush_status;
-	int just_flushed; /* the NIC holds nothing, and nothing has been handed over since */
+	int flush_status, just_flushed; /* the latter: the NIC holds nothing, and nothing has been handed over since */
+	uint64_t flush_began_ns;
 	pthread_t flusher;
 };
 

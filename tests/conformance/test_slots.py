@@ -104,7 +104,7 @@ def test_closing_one_endpoint_does_not_stop_the_others(backend: Backend) -> None
 def test_closing_one_endpoint_delays_no_put_that_waits_for_a_word(backend: Backend) -> None:
     """Others' puts that the NIC holds leave as their word is stored to, also while it returns a closed one's."""
     if backend.nic_counts:
-        pytest.skip("puts that wait for a counter of the NIC's stand still during a flush")
+        pytest.skip("puts that wait for a counter of the NIC stand still during a flush")
     with Stage(backend) as stage:
         closed, held, near, far = stage.gate(), stage.gate(), stage.near, stage.far
         way = through(near, far)
@@ -136,3 +136,79 @@ def test_closing_one_endpoint_delays_no_put_that_waits_for_a_word(backend: Backe
         assert near.fabric.statistics().slots_lost == 0
         if backend.provider == "cxi" and int(os.environ["SOFT_CASSINI_FLUSH_MS"]) >= LONG_FLUSH_MS:
             assert is_closing, "all of them left during the flush"
+
+
+def flushes_for_a_second() -> bool:
+    return int(os.environ.get("SOFT_CASSINI_FLUSH_MS", "0")) >= LONG_FLUSH_MS
+
+
+def test_endpoints_that_close_one_after_another_cost_one_flush(backend: Backend) -> None:
+    """After it, others' operations stay with the agent, which fires them, so that no further flush takes them back."""
+    if not (backend.nic_counts and flushes_for_a_second()):
+        pytest.skip("about a NIC's counters, and a flush of a second: see tests/cassini/test_whole_flush.py")
+    with Stage(backend) as stage:
+        closed, held, near, far = stage.gate(), stage.gate(), stage.near, stage.far
+        ways = [through(near, far) for _ in range(3)]
+        for i, way in enumerate(ways):
+            way.arm(way.put(i, LENGTH, flag=(i, 1), fires=(closed.counter, 1)))
+        tags = range(100, 100 + HELD)
+        there = stage.there
+        there.arm(
+            *(
+                there.put(tag, LENGTH, flag=(tag, 1), fires=(held.counter, i + 1))
+                for i, tag in enumerate(tags)
+            )
+        )
+        stage.settle()
+        assert near.fabric.statistics().held == len(ways) + HELD
+        taken_back = []
+        for i, way in enumerate(ways):
+            way.endpoint.close()
+            stage.settle()
+            taken_back.append(near.fabric.statistics().taken_back)
+            held.raise_to(i + 1)
+            lands(far.word(tags[i]), 1)
+        assert taken_back == [taken_back[0]] * len(ways)
+        held.raise_to(HELD)
+        closed.raise_to(1)
+        lands(far.word(tags[-1]), 1)
+        stage.settle(closed)
+        each_once(near, tags, EventKind.DONE)
+        assert [far.word(i).load() for i in range(len(ways))] == [0] * len(ways)
+
+
+def test_a_flush_delays_no_operation_of_another_fabric(backend: Backend) -> None:
+    """Whoever can't wait for it, also for a counter of the NIC's, opens a fabric of their own."""
+    if backend.provider == "cxi" and not flushes_for_a_second():
+        pytest.skip("about a flush of a second: see tests/cassini/test_whole_flush.py")
+    with Stage(backend) as stage:
+        other, gate, way = other_process(stage)
+        try:
+            near, far = stage.near, stage.far
+            closed, closing_way = stage.gate(), through(near, far)
+            closing_way.arm(closing_way.put(1, LENGTH, flag=(1, 1), fires=(closed.counter, 1)))
+            tags = range(100, 100 + HELD)
+            way.arm(
+                *(
+                    way.put(tag, LENGTH, flag=(tag, 1), fires=(gate.counter, i + 1))
+                    for i, tag in enumerate(tags)
+                )
+            )
+            stage.settle()
+            wait_until(
+                lambda: other.fabric.statistics().waiting + other.fabric.statistics().held == HELD, "armed"
+            )
+            closing = threading.Thread(target=closing_way.endpoint.close)
+            closing.start()
+            for i, tag in enumerate(tags):
+                gate.raise_to(i + 1)
+                lands(far.word(tag), 1)
+            is_closing = closing.is_alive()
+            closing.join()
+            other.all_final(tags)
+            each_once(other, tags, EventKind.DONE)
+            assert is_closing or backend.provider != "cxi", "all of them left during the flush"
+            assert far.word(1).load() == 0
+        finally:
+            near.fabric.close()
+            other.close()
