@@ -28,6 +28,22 @@ def make_llama(folder: Path, **config: Any) -> Path:
     return _make(folder, "Llama", "LlamaConfig", 0, **config)
 
 
+def make_eagle(folder: Path) -> Path:
+    """A draft model for `make_llama`'s: one layer, which sees the hidden states of the model that it drafts for."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    file = make_llama(folder, num_hidden_layers=1) / "model.safetensors"
+    of_layer = {
+        name.removeprefix("model."): weight
+        for name, weight in load_file(file).items()
+        if name.startswith("model.layers.") and "input_layernorm" not in name
+    }
+    hidden, dice = COMMON["hidden_size"], torch.Generator().manual_seed(4)
+    save_file({**of_layer, "fc.weight": 0.2 * torch.randn((hidden, 2 * hidden), generator=dice)}, file)
+    return folder
+
+
 def make_gemma(folder: Path) -> Path:
     """A model with two kinds of layers: full attention and a sliding window."""
     return _make(

@@ -1,15 +1,16 @@
-"""vLLM with a draft model, whose layers each step computes several times, and its KV for a device's."""
+"""vLLM with a drafter, whose layers each step computes several times, and its KV for a device's."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 from tests.engines.engine import PATIENT, Engine
-from tests.engines.model import make_llama
+from tests.engines.model import make_eagle, make_llama
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from kvstore.demo.node_process import NodeProcess
@@ -21,13 +22,26 @@ TOKENS = 60
 ON_DEVICE = {"kv_connector": "OnDeviceConnector"}
 
 
-def test_kv_of_a_draft_model_is_stored_by_a_device_and_found_by_another_engine(
-    place: Path, node: NodeProcess
+class Drafter(NamedTuple):
+    method: str
+    make: Callable[[Path], Path]
+    layers: int
+
+
+DRAFTERS = (
+    Drafter("draft_model", lambda folder: make_llama(folder, num_hidden_layers=2), 2),
+    Drafter("eagle", make_eagle, 1),
+)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=[one.method for one in DRAFTERS])
+def test_kv_of_a_drafter_is_stored_by_a_device_and_found_by_another_engine(
+    place: Path, node: NodeProcess, drafter: Drafter
 ) -> None:
     model = make_llama(place / "drafted for")
     drafts: dict[str, Any] = {
-        "method": "draft_model",
-        "model": str(make_llama(place / "drafting", num_hidden_layers=2)),
+        "method": drafter.method,
+        "model": str(drafter.make(place / drafter.method)),
         "num_speculative_tokens": 3,
     }
 
@@ -35,16 +49,18 @@ def test_kv_of_a_draft_model_is_stored_by_a_device_and_found_by_another_engine(
         how: dict[str, Any] = {"speculative_config": drafts}
         return Engine(place, name, model, node.target, transfer=ON_DEVICE, extra=PATIENT, **how)
 
-    with engine("drafts first") as first:
+    with engine(f"{drafter.method} first") as first:
         said = first.say([PROMPT], tokens=TOKENS)
         assert said.cached == 0
-        steps = [line.split() for line in (first.digests / "drafts first.txt").read_text().splitlines()]
-        assert max(int(times) for _, times, _ in steps) == 3, "a layer was computed three times in a step"
-        assert first.count("saved_pages") >= (200 + TOKENS) // 32 * 6 - 6, (
-            "of four layers and the draft model's two"
+        lines = (first.digests / f"{drafter.method} first.txt").read_text().splitlines()
+        steps = [(int(times), int(layers)) for _, times, layers in map(str.split, lines)]
+        assert max(steps) == (3, 4 + drafter.layers), "a layer was computed three times in a step"
+        stored = (200 + TOKENS) // 32 - 1
+        assert first.count("saved_pages") >= stored * (4 + drafter.layers), (
+            "of the model's layers and the drafter's"
         )
         assert [first.count(f"{name}_pages") for name in ("unsaved", "skipped")] == [0, 0]
-    with engine("drafts then") as then:
+    with engine(f"{drafter.method} then") as then:
         again = then.say([PROMPT], tokens=TOKENS)
         assert again.cached == 192
         assert again.answers == said.answers
