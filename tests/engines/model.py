@@ -44,6 +44,21 @@ def make_eagle(folder: Path) -> Path:
     return folder
 
 
+def make_mtp(folder: Path) -> Path:
+    """A model with a layer that predicts further tokens (MTP). It has no weights: `load_format` must be `dummy`."""
+    import json
+
+    import transformers
+
+    of_experts: dict[str, Any] = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64}
+    config = transformers.Ernie4_5_MoeConfig(**COMMON, **of_experts, head_dim=32, moe_layer_start_index=3)
+    more = {"architectures": ["Ernie4_5_MoeForCausalLM"], "num_nextn_predict_layers": 1}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | more))
+    _make_tokenizer(folder)
+    return folder
+
+
 def make_gemma(folder: Path) -> Path:
     """A model with two kinds of layers: full attention and a sliding window."""
     return _make(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from tests.engines.engine import PATIENT, Engine
-from tests.engines.model import make_eagle, make_llama
+from tests.engines.model import make_eagle, make_llama, make_mtp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,13 +24,14 @@ ON_DEVICE = {"kv_connector": "OnDeviceConnector"}
 
 class Drafter(NamedTuple):
     method: str
-    make: Callable[[Path], Path]
     layers: int
+    make: Callable[[Path], Path] | None  # None: the layers are the model's own
 
 
 DRAFTERS = (
-    Drafter("draft_model", lambda folder: make_llama(folder, num_hidden_layers=2), 2),
-    Drafter("eagle", make_eagle, 1),
+    Drafter("draft_model", 2, lambda folder: make_llama(folder, num_hidden_layers=2)),
+    Drafter("eagle", 1, make_eagle),
+    Drafter("mtp", 1, None),
 )
 
 
@@ -38,15 +39,14 @@ DRAFTERS = (
 def test_kv_of_a_drafter_is_stored_by_a_device_and_found_by_another_engine(
     place: Path, node: NodeProcess, drafter: Drafter
 ) -> None:
-    model = make_llama(place / "drafted for")
-    drafts: dict[str, Any] = {
-        "method": drafter.method,
-        "model": str(drafter.make(place / drafter.method)),
-        "num_speculative_tokens": 3,
-    }
+    drafts: dict[str, Any] = {"method": drafter.method, "num_speculative_tokens": 3}
+    how: dict[str, Any] = {"speculative_config": drafts}
+    if drafter.make is None:
+        model, how["load_format"] = make_mtp(place / drafter.method), "dummy"
+    else:
+        model, drafts["model"] = make_llama(place / "drafted for"), str(drafter.make(place / drafter.method))
 
     def engine(name: str) -> Engine:
-        how: dict[str, Any] = {"speculative_config": drafts}
         return Engine(place, name, model, node.target, transfer=ON_DEVICE, extra=PATIENT, **how)
 
     with engine(f"{drafter.method} first") as first:
