@@ -64,8 +64,8 @@ class Device(Protocol):
         """The stream that the calling thread computes on."""
         ...
 
-    def map(self, address: int, length: int) -> Mapped:
-        """Page-lock and map host memory; DeviceError if there is not enough."""
+    def map(self, address: int, length: int, *, io_memory: bool = False) -> Mapped:
+        """Page-lock and map host memory, DeviceError if there is not enough; `io_memory`: a NIC's doorbell."""
         ...
 
     def allocate(self, length: int) -> DeviceBytes:
@@ -90,6 +90,10 @@ class Device(Protocol):
 
     def count(self, stream: Any, word: int, total: int, step: int) -> None:
         """Queue: add to the total, and store it to the mapped word. In a graph each launch adds again."""
+        ...
+
+    def ring_doorbell(self, stream: Any, doorbell: int, step: int) -> None:
+        """Queue a store to a NIC's mapped doorbell, which adds the step to its counter."""
         ...
 
     def record(self, stream: Any) -> Any:

@@ -111,8 +111,8 @@ class HostDevice:
         """The one stream that computes."""
         return self.compute
 
-    def map(self, address: int, length: int) -> Mapped:
-        """Record the memory."""
+    def map(self, address: int, length: int, *, io_memory: bool = False) -> Mapped:  # noqa: ARG002
+        """Record the memory; doorbells are not told apart."""
         with self._lock:
             self._mapped[address] = length
         return _HostMapped(self, address)
@@ -188,6 +188,10 @@ class HostDevice:
             return True
 
         stream.queue(work)
+
+    def ring_doorbell(self, stream: HostStream, doorbell: int, step: int) -> None:
+        """Queue a store; a stand-in's doorbell is a word of memory."""
+        self.store(stream, doorbell, step)
 
     def record(self, stream: HostStream) -> _Event:
         """Queue an event."""

@@ -117,6 +117,18 @@ def test_a_flag_is_stored_in_stream_order(*, writes_values: bool) -> None:
     device.close()
 
 
+def test_a_host_device_rings_a_doorbell_in_stream_order() -> None:
+    device = HostDevice()
+    with FlagWords.create(2) as words, device.map(words[0].address, 16, io_memory=True) as mapped:
+        stream = device.open_stream()
+        device.store(stream, mapped.device_address, 7)
+        device.ring_doorbell(stream, mapped.device_address + 8, 3)
+        assert device.step()
+        assert [words[0].load(), words[1].load()] == [7, 0]
+        device.run()
+        assert [words[0].load(), words[1].load()] == [7, 3]
+
+
 @pytest.mark.parametrize("in_order", [True, False])
 def test_what_a_nic_wrote_is_flushed_unless_the_gpu_keeps_its_order(*, in_order: bool) -> None:
     driver = FakeDriver(orders_arrivals=in_order)

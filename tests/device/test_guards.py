@@ -36,9 +36,9 @@ class Refusing(HostDevice):
         if call in self.refused:
             raise DeviceError(f"{call} failed: an illegal memory access was encountered (700).")
 
-    def map(self, address: int, length: int) -> Mapped:
+    def map(self, address: int, length: int, *, io_memory: bool = False) -> Mapped:
         self._check("map")
-        return super().map(address, length)
+        return super().map(address, length, io_memory=io_memory)
 
     def copy(self, stream: Any, copies: Any) -> None:
         self._check("copy")

@@ -323,7 +323,7 @@ def test_a_store_closes_within_a_bound_while_its_device_stands_still(
 
 
 class _Full(HostDevice):
-    def map(self, address: int, length: int) -> Mapped:
+    def map(self, address: int, length: int, *, io_memory: bool = False) -> Mapped:  # noqa: ARG002
         raise DeviceError(f"{length} bytes at {address:#x} could not be page-locked.")
 
 

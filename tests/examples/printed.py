@@ -83,7 +83,7 @@ def run(
     lines = [one.line for one in commands((folder / "examples" / name).read_text())]
     for word, stands_for in (words or {}).items():
         lines = [line.replace(word, stands_for) for line in lines]
-    end = "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"
+    end = "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT"
     script = "\n".join([end, "set -e", *lines])
     process = subprocess.Popen(
         ["bash", "-c", script],

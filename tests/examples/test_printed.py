@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cassini.build import build
 from tests.cluster.real_etcd import program
 from tests.deploy.test_promtool import promtool
 from tests.examples.printed import EXAMPLES, ROOT, Command, check, commands, cpp_environment, run
@@ -32,7 +33,7 @@ def test_commands_are_parsed_as_printed() -> None:
 
 
 def test_the_table_names_every_example_and_each_has_its_commands() -> None:
-    assert len(LISTED) == 11
+    assert len(LISTED) == 13
     assert all(name == target and (EXAMPLES / target).is_file() for name, target in LISTED)
     programs = {path for kind in ("py", "ts", "cc", "ipynb") for path in EXAMPLES.rglob(f"*.{kind}")}
     listed = {EXAMPLES / name for name, _ in LISTED}
@@ -42,9 +43,25 @@ def test_the_table_names_every_example_and_each_has_its_commands() -> None:
             assert commands((EXAMPLES / name).read_text()), name
 
 
-@pytest.mark.parametrize("name", ["first_put.py", "chat_resume.py", "tls_between_hosts.py"])
+@pytest.mark.parametrize(
+    "name",
+    ["first_put.py", "chat_resume.py", "tls_between_hosts.py", "captured_step.py", "scattered_pages.py"],
+)
 def test_an_example_runs_as_printed(name: str, tmp_path: Path) -> None:
     check(name, run(name, tmp_path))
+
+
+@pytest.mark.parametrize("errors_count", ["0", "1"])
+def test_a_stream_that_rings_a_nics_doorbell_fires_scattered_pages(errors_count: str, tmp_path: Path) -> None:
+    """The same example on the software Cassini, whose counters have doorbells."""
+    done = run(
+        "scattered_pages.py",
+        tmp_path,
+        TRIGGERKV_LIBFABRIC=str(build()),
+        SOFT_CASSINI_FLUSH_MS="20",
+        SOFT_CASSINI_ERRORS_COUNT=errors_count,
+    )
+    check("scattered_pages.py", done)
 
 
 def test_an_example_that_prints_something_else_fails(tmp_path: Path) -> None:
