@@ -27,7 +27,7 @@ from nic_offload.match_ageing import AGED_AT_ONCE, Ageing
 from nic_offload.match_entry import Entry, compile_rule
 from nic_offload.match_fields import FiveTuple, Pattern, Ports, Prefix, Request
 from nic_offload.match_ledger import ROW_BITS, ROW_MASK, VOID_ROW, Counters, Ledger
-from nic_offload.match_probing import BY_TENANT, Probing
+from nic_offload.match_probing import Probing
 from nic_offload.match_rule import Action, ActionKind, Requester, Rule
 from nic_offload.match_space import Layer
 
@@ -117,14 +117,13 @@ class Table:
         best: Entry | None = None
         best_level = -1
         view: tuple[Any, ...] = request
-        for top, network_shift, near, other in self._probing.stages:
-            if top < best_level:
+        for stage in self._probing.stages:
+            if stage.bound < best_level:
                 break
-            if near:
-                of = request[4] >> network_shift if network_shift >= 0 else request[0]
-                derived, masked, steps = near.get(of, other)
-            else:
-                derived, masked, steps = other
+            maps = -1
+            for at, shift, near, other in stage.selectors:
+                maps &= near.get(request[at] >> shift if shift else request[at], other)  # type: ignore[operator]
+            derived, masked, steps = stage.made.get(maps) or stage.probes(maps)
             if derived:
                 view = request + tuple([request[i] >> shift for i, shift in derived])  # type: ignore[operator]
             if masked:
@@ -155,9 +154,8 @@ class Table:
     def explain(self, request: Request) -> list[Considered]:
         """Every entry behind the request's keys, the winner first; nothing is counted, nothing cut short."""
         found: list[Entry] = []
-        for _, network_shift, near, other in self._probing.stages:
-            of = request.tenant if network_shift == BY_TENANT else request.source >> network_shift
-            derived, masked, steps = near.get(of, other)
+        for stage in self._probing.stages:
+            derived, masked, steps = stage.probes_for(request)
             shifted = [request[i] >> shift for i, shift in derived]  # type: ignore[operator]
             view = (*request, *shifted, *(request[i] & mask for i, mask in masked))  # type: ignore[operator]
             for _, _, pick, behind in steps:
@@ -298,10 +296,13 @@ class Table:
         if row != VOID_ROW:
             self._ledger.release(row)
 
-    def _shape(self) -> tuple[tuple[int, bool, bool], ...]:
+    def _shape(self) -> tuple[tuple[int, bool, bool, bool], ...]:
         """The properties of the added entries that the stages depend on."""
         spaces = self._added.spaces.values()
-        return tuple((space.bound, space.networks is None, space.tenants is None) for space in spaces)
+        return tuple(
+            (space.bound, space.networks is None, space.tenants is None, space.users is None)
+            for space in spaces
+        )
 
     def _check_entries(self, count: int) -> None:
         if count > self._entries_max:

@@ -2,13 +2,13 @@
 
 Maps are probed best bound first. Those before the first that compares parts of a field are a stage of their own: an
 exact hit above all wildcards derives nothing. In the other stage a map is left out if none of its entries begins with
-the network of the request's source, as packet classifiers do with their tuples: of many masks with few entries, most
-are. The network's length is chosen so that few maps are left for a request; or maps are left out by the request's
-tenant, if that leaves fewer, as behind a proxy from which all requests come.
+the network of the request's source, names its tenant, or names its user, as packet classifiers do with their tuples: of
+many masks with few entries, most are. Each of the three is looked at only if that is expected to leave maps out; the
+network's length is chosen so that few are left.
 
-What always holds: a map that could have a matching entry is probed. A reader sees each network's maps before a change
-or after it.
-What it doesn't do: help if each mask has entries for the request's own network and for its tenant.
+What always holds: a map that could have a matching entry is probed. A reader sees the maps of each network, tenant or
+user before a change or after it.
+What it doesn't do: help if each mask has entries for the request's own network, tenant and user.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nic_offload.match_fields import FIELDS
+from nic_offload.match_space import SOURCE, TENANT, USER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from nic_offload.match_entry import Entry
     from nic_offload.match_space import Bucket, Layer, Space
 
-__all__ = ["BY_TENANT", "Probes", "Probing", "Stage"]
+__all__ = ["Probes", "Probing", "Selector", "Stage"]
 
 NETWORKS_MAX = 16_384  # of all masks together, when maps are arranged; larger masks are always probed
-_WORTH_IT = 0.8  # neither is looked at if a larger part of the maps remains for a request
-BY_TENANT = -1  # in the place of a shift
+CHOICES_MAX = 4_096  # sets of maps whose probes are kept; more are derived again
+_WORTH_IT = 0.8  # nothing is looked at if a larger part of the maps remains
 
 Step = tuple[int, int, "Callable[[Any], Any]", "Callable[[Any], Bucket | None]"]
 
@@ -41,13 +42,48 @@ class Probes(NamedTuple):
     steps: Sequence[Step]
 
 
-class Stage(NamedTuple):
+class Selector(NamedTuple):
+    """Leaves maps out by one field of a request. Sets of maps are bits, by their places."""
+
+    field: int  # of the field
+    shift: int  # from a source to its network
+    near: dict[Any, int]  # the maps that may match, by the field's value
+    other: int  # for any other value
+
+    def value_of(self, space: Space, entry: Entry) -> Any:
+        """The value that an entry of a map has in this field."""
+        if self.field == SOURCE:
+            return space.network_of(entry) >> self.shift - space.network_shift
+        return space.name_of(entry, self.field)
+
+
+class Stage:
     """Some of the maps."""
 
-    bound: int  # that of the first step, which is the highest
-    shift: int  # from a source to its network, or BY_TENANT
-    near: dict[Any, Probes]  # by network or tenant; empty if all maps are probed for any
-    other: Probes  # for any other one
+    __slots__ = ("_spaces", "bound", "made", "selectors")
+
+    def __init__(self, spaces: Sequence[Space], selectors: tuple[Selector, ...] = ()) -> None:
+        self._spaces = spaces
+        self.bound = spaces[0].bound  # that of the first step, which is the highest
+        self.selectors = selectors
+        self.made: dict[int, Probes] = {}
+
+    def probes(self, maps: int) -> Probes:
+        """How to probe a set of maps."""
+        found = self.made.get(maps)
+        if found is None:
+            found = _probes([space for at, space in enumerate(self._spaces) if maps >> at & 1])
+            if len(self.made) >= CHOICES_MAX:
+                self.made.clear()
+            self.made[maps] = found
+        return found
+
+    def probes_for(self, request: Sequence[Any]) -> Probes:
+        """How to probe the maps in which a request is looked up."""
+        maps = -1
+        for index, shift, near, other in self.selectors:
+            maps &= near.get(request[index] >> shift if shift else request[index], other)
+        return self.probes(maps)
 
 
 class Probing:
@@ -59,60 +95,53 @@ class Probing:
         plain = 0
         while plain < len(spaces) and not any(shift for _, shift in spaces[plain].mask):
             plain += 1
-        self._spaces = spaces[plain:]
-        self._made: dict[frozenset[int], Probes] = {}
-        self._choose()
+        self._places = {space: at for at, space in enumerate(spaces[plain:])}
+        self._optional: list[tuple[Selector, dict[Space, int]]] = []  # and the maps that it may leave out
         stages = []
         if plain:
-            stages.append(Stage(spaces[0].bound, 0, {}, _probes(spaces[:plain])))
-        if self._spaces:
-            other = self._probes_of(frozenset())
-            stages.append(Stage(self._spaces[0].bound, self._shift, self._near, other))
+            stages.append(Stage(spaces[:plain]))
+        if self._places:
+            self._choose()
+            stages.append(Stage(spaces[plain:], tuple(selector for selector, _ in self._optional)))
         self.stages = tuple(stages)
 
     def added(self, space: Space, entry: Entry) -> None:
         """An entry was added to a map that was there already."""
-        place = self._optional.get(space)
-        if place is None:
-            return  # always probed
-        wide: Any = space.tenant_of(entry) if self._shift == BY_TENANT else space.network_of(entry)
-        if self._shift != BY_TENANT:
-            wide >>= self._shift - space.network_shift
-        places = self._places.get(wide, frozenset())
-        if place not in places:
-            self._places[wide] = places | {place}
-            self._near[wide] = self._probes_of(places | {place})
+        for selector, optional in self._optional:
+            if space in optional:
+                value = selector.value_of(space, entry)
+                selector.near[value] = selector.near.get(value, selector.other) | 1 << optional[space]
 
     def _choose(self) -> None:
-        """Choose the length of networks, and which maps are probed for each."""
-        self._shift = 0
-        self._optional: dict[Space, int] = {}  # maps that are probed for some networks only
-        self._near: dict[Any, Probes] = {}
-        self._places: dict[Any, frozenset[int]] = {}
-        few = _few(self._spaces, lambda space: space.networks)
-        best = _WORTH_IT * len(self._spaces)
-        shifts = {space.network_shift for space in few}
+        """Choose what is looked at, and which maps are probed for each value."""
+        spaces = list(self._places)
+        few = _few(spaces, lambda space: space.networks)
         ways = [
-            (shift, {one: at for one, at in few.items() if one.network_shift <= shift}) for shift in shifts
+            (SOURCE, shift, {one: at for one, at in few.items() if one.network_shift <= shift})
+            for shift in sorted({space.network_shift for space in few})
         ]
-        if of_tenants := _few(self._spaces, lambda space: space.tenants):
-            ways.append((BY_TENANT, of_tenants))
-        for shift, optional in ways:
-            places = _places_of(optional, shift)
-            left = len(self._spaces) - len(optional) + sum(map(len, places.values())) / len(places)
-            if left < best:
-                best, self._shift, self._optional = left, shift, optional
-                self._places = {value: frozenset(some) for value, some in places.items()}
-        for network, some in self._places.items():
-            self._near[network] = self._probes_of(some)
+        of_networks = min((self._arranged(*way) for way in ways), key=lambda one: one[0], default=None)
+        of_names = [
+            self._arranged(index, 0, optional)
+            for index, optional in (
+                (TENANT, _few(spaces, lambda space: space.tenants)),
+                (USER, _few(spaces, lambda space: space.users)),
+            )
+            if optional
+        ]
+        for left, selector, optional in (*([] if of_networks is None else [of_networks]), *of_names):
+            if left < _WORTH_IT * len(spaces):
+                self._optional.append((selector, optional))
 
-    def _probes_of(self, places: frozenset[int]) -> Probes:
-        """Those of the maps that are always probed and of these."""
-        if places not in self._made:
-            optional = frozenset(self._optional.values())
-            here = [space for at, space in enumerate(self._spaces) if at in places or at not in optional]
-            self._made[places] = _probes(here)
-        return self._made[places]
+    def _arranged(
+        self, index: int, shift: int, optional: dict[Space, int]
+    ) -> tuple[float, Selector, dict[Space, int]]:
+        """A selector, and how many maps it leaves if each known value, and any other, is as frequent."""
+        other = sum(1 << at for space, at in self._places.items() if space not in optional)
+        places = _places_of(optional, index, shift)
+        left = len(self._places) - len(optional) + sum(map(len, places.values())) / (len(places) + 1)
+        near = {value: other | sum(1 << at for at in some) for value, some in places.items()}
+        return left, Selector(index, shift, near, other), optional
 
 
 def _few(spaces: Sequence[Space], of: Callable[[Space], dict[Any, int] | None]) -> dict[Space, int]:
@@ -127,16 +156,16 @@ def _few(spaces: Sequence[Space], of: Callable[[Space], dict[Any, int] | None]) 
     return few
 
 
-def _places_of(optional: dict[Space, int], shift: int) -> dict[Any, set[int]]:
-    """The places of the maps that have entries, by network or tenant."""
+def _places_of(optional: dict[Space, int], index: int, shift: int) -> dict[Any, set[int]]:
+    """The places of the maps that have entries, by network, tenant or user."""
     places: dict[Any, set[int]] = {}
     for space, place in optional.items():
-        if shift == BY_TENANT:
-            for tenant in space.tenants or ():
-                places.setdefault(tenant, set()).add(place)
-        else:
+        if index == SOURCE:
             for network in space.networks or ():
                 places.setdefault(network >> (shift - space.network_shift), set()).add(place)
+        else:
+            for name in (space.tenants if index == TENANT else space.users) or ():
+                places.setdefault(name, set()).add(place)
     return places
 
 

@@ -5,7 +5,7 @@ entries under it.
 
 What always holds: the entries under one key are ordered best first. Values that a reader may be using are replaced by
 one assignment into a dict, never modified. No entry of a space has a level above the space's `bound`, and none a
-source network or a tenant that is not among its `networks` or `tenants`.
+source network, a tenant or a user that is not among its `networks`, `tenants` or `users`.
 
 What it doesn't do: lock, count, or know other layers: the table does. Choose what to probe: `match_probing` does.
 """
@@ -30,13 +30,13 @@ __all__ = ["Bucket", "Layer", "Space"]
 
 ENTRIES_PER_KEY_MAX = 256  # entries under one key are tried one by one
 BINDINGS_PER_USER_MAX = 256  # and so are these
-NETWORKS_PER_MASK_MAX = 1024  # a mask with more of them, or more tenants, is probed for every request
+NETWORKS_PER_MASK_MAX = 1024  # a mask with more of them, or of tenants or users, is not left out by them
 NETWORK_BITS = 16  # a network is the first bits of a source, at most so many of an IPv4 address
 
 _GUARD_MASK: Mask = ((0, 0), (1, 0))  # tenant and user
 _GUARD_LEVEL = (PRIORITY_MAX + 1) << SPECIFICITY_BITS  # above every rule
 
-_TENANT, _SOURCE = 0, 4  # their indices in a request
+TENANT, USER, SOURCE = 0, 1, 4  # their indices in a request
 
 Bucket = Entry | tuple[Entry, ...]
 
@@ -45,8 +45,8 @@ class Space:
     """The hash map of one mask."""
 
     __slots__ = (
-        *("_place", "_shift", "_tenant_at", "bound", "levels", "map"),
-        *("mask", "network_shift", "networks", "plans", "tenants"),
+        *("_place", "_shift", "bound", "levels", "map"),
+        *("mask", "network_shift", "networks", "plans", "tenants", "users"),
     )
 
     def __init__(self, mask: Mask) -> None:
@@ -54,15 +54,15 @@ class Space:
         # The networks that sources of its entries begin with, and how many do; None: any source.
         self.networks: dict[int, int] | None = None
         self.network_shift = 0  # from an address to its network
-        self._place = next((at for at, (index, _) in enumerate(mask) if index == _SOURCE), None)
+        self._place = next((at for at, (index, _) in enumerate(mask) if index == SOURCE), None)
         self._shift = 0 if self._place is None else mask[self._place][1]
         if self._place is not None and self._shift >= 0:
             self.networks = {}
             self.network_shift = max(self._shift, V4_BITS - NETWORK_BITS)
-        # The same of tenants, if parts of other fields are compared; other maps need no more than one look.
-        self._tenant_at = next((at for at, field in enumerate(mask) if field == (_TENANT, 0)), None)
-        is_counted = self._tenant_at is not None and any(shift for _, shift in mask)
-        self.tenants: dict[Hashable, int] | None = {} if is_counted else None
+        # The same of tenants and users, if parts of other fields are compared; other maps need no more than one look.
+        is_counted = any(shift for _, shift in mask)
+        self.tenants: dict[Hashable, int] | None = {} if is_counted and (TENANT, 0) in mask else None
+        self.users: dict[Hashable, int] | None = {} if is_counted and (USER, 0) in mask else None
         self.map: dict[Hashable, Bucket] = {}
         self.levels: dict[int, int] = {}  # how many entries each level has
         self.bound = -1
@@ -85,7 +85,9 @@ class Space:
         if self.networks is not None:
             self.networks = _with(self.networks, self.network_of(entry))
         if self.tenants is not None:
-            self.tenants = _with(self.tenants, self.tenant_of(entry))
+            self.tenants = _with(self.tenants, self.name_of(entry, TENANT))
+        if self.users is not None:
+            self.users = _with(self.users, self.name_of(entry, USER))
 
     def network_of(self, entry: Entry) -> int:
         """The first bits of the source that an entry of this space has."""
@@ -94,12 +96,11 @@ class Space:
         value: int = key if len(self.mask) == 1 else key[self._place]
         return value >> (self.network_shift - self._shift)
 
-    def tenant_of(self, entry: Entry) -> Hashable:
-        """The tenant that an entry of this space names."""
-        assert self._tenant_at is not None
+    def name_of(self, entry: Entry, index: int) -> Hashable:
+        """The tenant or user that an entry of this space names."""
         key: Any = entry.key
-        tenant: Hashable = key if len(self.mask) == 1 else key[self._tenant_at]
-        return tenant
+        name: Hashable = key if len(self.mask) == 1 else key[self.mask.index((index, 0))]
+        return name
 
     def drop(self, entry: Entry) -> None:
         """Remove an entry; the bound falls when the last one of the highest level is removed."""
@@ -111,7 +112,9 @@ class Space:
         if self.networks is not None:
             _without(self.networks, self.network_of(entry))
         if self.tenants is not None:
-            _without(self.tenants, self.tenant_of(entry))
+            _without(self.tenants, self.name_of(entry, TENANT))
+        if self.users is not None:
+            _without(self.users, self.name_of(entry, USER))
         plan = entry.plan
         plan.users -= 1
         shared = (plan.level, plan.actions, plan.idle_ns)

@@ -146,7 +146,7 @@ def test_the_bound_of_a_mask_follows_the_entries_that_leave_it() -> None:
     )
     table.remove(table.add(rule(name="high", priority=9, source="11.0.0.0/8")))
     assert [
-        bound >> SPECIFICITY_BITS for stage in table._probing.stages for bound, *_ in stage.other.steps
+        bound >> SPECIFICITY_BITS for stage in table._probing.stages for bound, *_ in stage.probes(-1).steps
     ] == [5, 1]
     assert hit(table, request()) == "mid"
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from nic_offload.match_action import Entry, Table
-from nic_offload.match_probing import BY_TENANT, NETWORKS_MAX
-from nic_offload.match_space import NETWORKS_PER_MASK_MAX
+from nic_offload.match_probing import CHOICES_MAX, NETWORKS_MAX, Selector
+from nic_offload.match_space import NETWORKS_PER_MASK_MAX, SOURCE, TENANT, USER
 from tests.nic_offload.matching import BASE, Fields, Written, expected, request, rule
 
 
@@ -37,12 +38,13 @@ def _with_wildcards(dice: random.Random, lengths: range) -> Table:
     return table
 
 
-def _steps(table: Table, source: str) -> int:
-    """The number of maps in which a request from this address is looked up."""
-    address = request(source=source).source
-    return sum(
-        len(near.get(address >> shift, other).steps) for _, shift, near, other in table._probing.stages
-    )
+def _steps(table: Table, **asked: Any) -> int:
+    """The number of maps in which a request is looked up."""
+    return sum(len(stage.probes_for(request(**asked)).steps) for stage in table._probing.stages)
+
+
+def _selectors(table: Table) -> dict[int, Selector]:
+    return {one.field: one for stage in table._probing.stages for one in stage.selectors}
 
 
 def _asked(dice: random.Random, written: list[Written]) -> list[Fields]:
@@ -80,7 +82,7 @@ def test_few_of_many_masks_are_probed_and_the_winner_is_that_of_a_linear_search(
     table.replace([rule(priority=priority, **fields) for fields, priority in written])
     masks = table.statistics().masks
     assert masks == 32
-    probed = [_steps(table, asked["source"]) for asked in _asked(dice, written)]
+    probed = [_steps(table, source=asked["source"]) for asked in _asked(dice, written)]
     assert sum(probed) / len(probed) < masks / 3
     _check(table, written, [], dice)
 
@@ -103,7 +105,7 @@ def test_entries_added_and_removed_one_by_one_are_found_in_their_networks() -> N
             added.pop(gone)
         if turn % 40 == 39:
             _check(table, filed, added, dice)
-    assert any(near for _, _, near, _ in table._probing.stages)
+    assert SOURCE in _selectors(table)
     _check(table, filed, added, dice)
 
 
@@ -141,7 +143,7 @@ def test_a_mask_with_too_many_networks_is_always_probed_and_still_correct() -> N
     assert table.match(request(source="0.3.1.1"), 1) is entries[first + 3]
     assert table.match(request(source="4.0.1.1"), 1) is entries[-1]
     assert table.match(request(source="10.200.0.1"), 1) is entries[first - 1]
-    assert _steps(table, "99.9.9.9") == table.statistics().masks, "also for a network without entries"
+    assert _steps(table, source="99.9.9.9") == 1, "that mask, also for a network without entries"
     for entry in entries:
         table.remove(entry)
     assert table.statistics() == (0, 0, 0, 0)
@@ -152,13 +154,13 @@ def test_the_networks_of_all_masks_together_are_bounded() -> None:
     rules = []
     for length in range(16, 33):
         for number in range(NETWORKS_PER_MASK_MAX):
-            host = number << 16 | (1 << (32 - length) if length < 32 else 1) & 0xFFFF
+            host = (17 * number + length - 16) << 16 | (1 << (32 - length) if length < 32 else 1) & 0xFFFF
             source = f"{host >> 24}.{host >> 16 & 255}.{host >> 8 & 255}.{host & 255}"
             rules.append(rule(priority=length, source=f"{source}/{length}"))
     table.replace(rules)
-    near = [one for stage in table._probing.stages for one in stage.near]
-    assert len(near) <= NETWORKS_MAX
-    assert table.match(request(source="1.44.0.1"), 1) is not None
+    assert 0 < len(_selectors(table)[SOURCE].near) <= NETWORKS_MAX
+    assert table.match(request(source="0.170.0.1"), 1) is not None
+    assert _steps(table, source="0.170.0.1") == 2, "a mask that is too many for the bound, too"
 
 
 def test_a_plain_mask_below_wildcards_and_one_without_a_source_are_always_probed() -> None:
@@ -168,6 +170,8 @@ def test_a_plain_mask_below_wildcards_and_one_without_a_source_are_always_probed
     ported = table.add(rule(priority=4, destination_port="1-442", user="bob"))
     far = request(source="203.0.113.9")
     assert table.match(far, 1) is exact
+    table.add(rule(priority=2, source="198.51.96.0/20", model="llama"))
+    assert table.match(request(source="198.51.97.1"), 1) is exact, "in a network that entries have, too"
     assert table.match(request(source="203.0.113.9", user="bob", destination_port=80), 1) is ported
 
 
@@ -180,7 +184,7 @@ def test_behind_one_proxy_a_request_is_looked_up_in_its_tenants_maps_only() -> N
     ]
     table = Table()
     table.replace([rule(priority=priority, **fields) for fields, priority in written])
-    assert [stage.shift for stage in table._probing.stages] == [BY_TENANT]
+    assert TENANT in _selectors(table)
     added: list[Written] = []
     entries: list[Entry] = []
     for turn in range(120):
@@ -200,9 +204,8 @@ def test_behind_one_proxy_a_request_is_looked_up_in_its_tenants_maps_only() -> N
             assert got == (None if wanted is None else (wanted[0]["tenant"], wanted[1])), asked
             shown = table.explain(request(**asked))
             assert (shown[0].entry if shown else None) is found
-    near, other = table._probing.stages[-1].near, table._probing.stages[-1].other
-    assert len(other.steps) == 0
-    assert max(len(one.steps) for one in near.values()) < 12
+    assert _steps(table, tenant="nobody", source="10.0.3.7") == 0
+    assert max(_steps(table, tenant=f"t{number}", source="10.0.3.7") for number in range(90)) < 12
 
 
 def test_a_mask_with_too_many_tenants_is_always_probed_and_still_correct() -> None:
@@ -212,3 +215,43 @@ def test_a_mask_with_too_many_tenants_is_always_probed_and_still_correct() -> No
     entry = table.add(rule(priority=5, tenant="last", source="10.0.0.0/8"))
     assert table.match(request(tenant="last"), 1) is entry
     assert [space.tenants for space in table._added.spaces.values()] == [None]
+
+
+def test_of_one_tenant_behind_one_proxy_a_request_is_looked_up_in_its_users_maps_only() -> None:
+    """Each mask has entries for the network and the tenant of all requests, and for other users."""
+    table = Table()
+    masks = range(9, 25)
+    rules = [
+        rule(priority=1_000 + length, tenant="acme", user=f"u{user}", source=f"10.0.0.0/{length}")
+        for length in masks
+        for user in range(length)
+    ]
+    table.replace(rules[::2])
+    for one in rules[1::2]:
+        table.add(one)
+    exact = table.add(rule(priority=5, tenant="acme", user="alice", context="chat-1"))
+    assert table.match(request(source="10.0.0.9"), 1) is exact
+    assert _steps(table, source="10.0.0.9") == 1, "the exact entry's map alone"
+    for user in range(26):
+        found = table.match(request(user=f"u{user}", source="10.0.0.9"), 1)
+        best = max((length for length in masks if user < length), default=None)
+        assert (found and found.priority) == (best and 1_000 + best), user
+    assert USER in _selectors(table)
+
+
+def test_the_kept_choices_of_maps_are_bounded() -> None:
+    table = Table()
+    dice = random.Random(8)
+    for number in range(1_000):
+        table.add(rule(priority=number, tenant=f"t{number}", source=f"10.0.0.0/{9 + number % 16}"))
+        for length in dice.sample(range(9, 25), 6):
+            table.add(
+                rule(priority=2_000, name=f"{number}", tenant=f"t{number}", source=f"10.0.0.0/{length}")
+            )
+    (stage,) = table._probing.stages
+    for number in range(4 * CHOICES_MAX):
+        found = table.match(request(tenant=f"t{number % 1_000}", source="10.0.0.9"), 1)
+        assert found is not None
+        assert found.priority == 2_000
+        stage.probes(1 << 20 | number)
+        assert len(stage.made) <= CHOICES_MAX
