@@ -45,7 +45,7 @@ class Probes(NamedTuple):
 class Selector(NamedTuple):
     """Leaves maps out by one field of a request. Sets of maps are bits, by their places."""
 
-    field: int  # of the field
+    field: int  # its index in a request
     shift: int  # from a source to its network
     near: dict[Any, int]  # the maps that may match, by the field's value
     other: int  # for any other value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -293,6 +294,30 @@ def test_a_device_that_refuses_work_costs_the_step_and_not_the_engine(
         engine.saved(1)
         assert totals(engine) == {"pages": 0, "failed": 1, "skipped": 0, "withheld": 0}
         device.refused.clear()
+        wanted = wanted_of(1)
+        engine.step(wanted, values)
+        assert len(engine.saved(1)) == 1
+        is_exact(engine, wanted, values)
+
+
+@pytest.mark.parametrize("call", [2, LAYERS], ids=["in a layer", "at the end"])
+def test_an_error_of_pytorchs_costs_the_step_and_not_the_engine(
+    engine: Engine, device: Refusing, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """After a reset PyTorch may raise for its current stream, which is asked for once a layer and at the end."""
+    values, calls = random_values(SHAPE, [1]), itertools.count()
+
+    def current_stream() -> Any:
+        if next(calls) == call:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return device.compute
+
+    with running(device):
+        with monkeypatch.context() as patched:
+            patched.setattr(device, "current_stream", current_stream)
+            engine.step(wanted_of(1), values)
+        engine.saved(1)
+        assert totals(engine) == {"pages": 0, "failed": 1, "skipped": 0, "withheld": 0}
         wanted = wanted_of(1)
         engine.step(wanted, values)
         assert len(engine.saved(1)) == 1

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is in .venv-engines only: mak
 
 from transformers import DynamicCache  # noqa: E402
 
-from kvstore.client import Client  # noqa: E402
+from kvstore.client import ArmedPuts, Client  # noqa: E402
 from kvstore.engines import device_release  # noqa: E402
 from kvstore.engines.transformers import CacheStore, device_copies, moving  # noqa: E402
 from kvstore.engines.transformers.copies import scatter  # noqa: E402
@@ -26,7 +26,7 @@ from tests.device.tensors import running  # noqa: E402
 from tests.engines.test_transformers import _model, _run, _same, _tokens  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from kvstore.demo.node_process import NodeProcess
     from nic_offload.device import Mapped
@@ -194,6 +194,73 @@ class _Refusing(HostDevice):
         if self.refuses:
             raise DeviceError("The device was reset.")
         super().copy(stream, copies)
+
+
+def _raises(error: BaseException) -> Callable[..., Any]:
+    def call(*_given: Any, **_named: Any) -> Any:
+        raise error
+
+    return call
+
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize(
+    ("fails", "error"),
+    [
+        ((device_copies, "_is_dense"), FULL),
+        ((HostDevice, "copy"), RuntimeError("a bug in the device's code")),
+        ((ArmedPuts, "wait"), KeyboardInterrupt()),
+    ],
+    ids=["a full device", "a bug", "an interrupt"],
+)
+def test_whatever_ends_a_save_its_blocks_are_never_stored_with_the_bytes_of_the_next(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, fails: tuple[Any, str], error: BaseException
+) -> None:
+    model, tokens, live = _computed("full", 160)
+    other = DynamicCache(config=model.config)
+    others = (tokens + 17) % 90 + 3
+    _run(model, others, other)
+    user, device = f"{fails[1]} fails", HostDevice(1)  # no other user's blocks are taken for theirs
+    with (
+        running(device),
+        CacheStore(node.target, model, block_tokens=16, device=device, weights=user) as store,
+    ):
+        first = store.session(user, "first")
+        with monkeypatch.context() as patched:
+            patched.setattr(*fails, _raises(error))
+            if error is FULL:
+                saved = first.save(live, tokens)
+                assert isinstance(saved.error, DeviceError)
+                assert "CUDA out of memory" in str(saved.error)
+            else:
+                with pytest.raises(type(error)):
+                    first.save(live, tokens)
+        assert store.session(user, "next").save(other, others).error is None
+        assert first.save(live, tokens).error is None
+        for name, asked, before in (("first", tokens, live), ("next", others, other)):
+            longer = torch.cat([asked, asked[:, :1]], dim=1)
+            back = store.session(user, name).resume(longer)
+            assert (back.tokens, back.miss) == (160, None)
+            assert _same(back.cache, before), name
+
+
+def test_a_device_without_memory_for_a_conversation_is_a_miss(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens, live = _computed("full", 100)
+    device = HostDevice(3)
+    with running(device), CacheStore(node.target, model, block_tokens=16, device=device) as store:
+        chat = store.session("ada", "no memory")
+        assert chat.save(live, tokens).error is None
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", _raises(FULL))
+            back = chat.resume(_tokens(101))
+        assert back.tokens == 0
+        assert back.miss is not None
+        assert "CUDA out of memory" in str(back.miss)
+        assert _same(chat.resume(_tokens(101)).cache, live)
 
 
 def test_a_refusing_device_stores_and_resumes_nothing_and_the_chat_continues(

@@ -34,11 +34,11 @@ def caches() -> dict[str, torch.Tensor]:
 
 
 class Refusing(HostDevice):
-    is_refusing = False
+    error: Exception | None = None
 
     def record(self, stream: Any) -> Any:
-        if self.is_refusing:
-            raise DeviceError("cuEventRecord failed: the device was reset (700).")
+        if self.error is not None:
+            raise self.error
         return super().record(stream)
 
 
@@ -130,13 +130,17 @@ def test_steps_save_from_a_device_and_load_into_it(monkeypatch: pytest.MonkeyPat
         until(lambda: len(seen) == len(names()))
         for at, name in enumerate(names()):
             assert torch.equal(seen[name], kv[at][:, [3, 4]]), name
-        device.is_refusing = True
-        step(one, device, tensors, Plan(loads=[Load("s", targets[:2], load == "sync")]), kv=kv)
-        if load == "async":
-            ended.clear()
-            until_loads_end(one, ended)
-        assert one.failed_blocks() == {20, 5}, "after a reset all that was promised is computed"
-        device.is_refusing = False
+        for error in (
+            DeviceError("cuEventRecord failed: the device was reset (700)."),
+            RuntimeError("CUDA error: an illegal memory access was encountered"),  # PyTorch's
+        ):
+            device.error = error
+            step(one, device, tensors, Plan(loads=[Load("s", targets[:2], load == "sync")]), kv=kv)
+            if load == "async":
+                ended.clear()
+                until_loads_end(one, ended)
+            assert one.failed_blocks() == {20, 5}, "after a reset all that was promised is computed"
+        device.error = None
 
 
 def test_kv_on_several_devices_or_an_unknown_one_is_refused() -> None:

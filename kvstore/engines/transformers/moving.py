@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from kvstore.client import Block, Client, Hit, RegisteredMemory
-from kvstore.errors import KvError
 from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_MOVE_MS, ENGINE_MOVING_BYTES
 from nic_offload.memory import allocate
 
@@ -98,14 +97,12 @@ class Mover:
             at += piece.length
         for first in range(0, len(blocks), self._slots):
             puts = client.arm(blocks[first : first + self._slots], word)
-            if not first:
-                try:
+            try:
+                if not first:
                     queue()
-                except KvError:
-                    puts.abandon()
-                    raise
-            results = puts.wait(_TIMEOUT_S)
-            puts.abandon()  # blocks that have not landed by now: the memory is reused next
+                results = puts.wait(_TIMEOUT_S)
+            finally:  # whatever was raised: the memory is reused next, and the flag counts on
+                puts.abandon()
             for result in results:
                 if result.error is not None and not result.has_block:
                     raise result.error

@@ -76,7 +76,7 @@ class DeviceSaves(Saves):
             self._left = {which: set(names) for which, names in self._members.items()}
         try:
             self._capture(name, self._opened)
-        except KvError as error:
+        except (KvError, RuntimeError) as error:  # PyTorch's too: the layer counts as done
             self._refused(error)
 
     def settle(self, *, is_sound: bool) -> None:
@@ -92,7 +92,7 @@ class DeviceSaves(Saves):
                 for batch in batches:
                     batch.thresholds = [value or copied_at for value in batch.thresholds]
                 device.wait(device.current_stream(), device.record(self._side))
-        except KvError as error:
+        except (KvError, RuntimeError) as error:
             self._refused(error)
         if self._is_broken or not batches:
             copied_at = self._flag.last + 1  # the next store to the flag comes after these copies
@@ -138,9 +138,9 @@ class DeviceSaves(Saves):
         for target, source in zip(targets.ravel().tolist(), sources.ravel().tolist(), strict=True):
             yield Copy(target, source, length)
 
-    def _refused(self, error: KvError) -> None:
+    def _refused(self, error: Exception) -> None:
         if not self._is_broken:
-            log.warning("A step's blocks are not stored: %s", error)
+            log.warning("A step's blocks are not stored: %s", error, exc_info=not isinstance(error, KvError))
         self._is_broken = True
 
     # --- the thread

@@ -17,7 +17,7 @@ from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.loading import Loaded, Loads
 from kvstore.engines.vllm.page_transport import open_transport
 from kvstore.engines.vllm.stats import Stats
-from kvstore.errors import DeviceError, LayoutError
+from kvstore.errors import KvError, LayoutError
 from kvstore.limits import VLLM_STEP_LOAD_MS
 from nic_offload.cuda_device import CudaDevice
 
@@ -80,8 +80,8 @@ class Working:
         loads, self._plan.loads = self._plan.loads, []
         try:
             self._transport.before_loads()
-        except DeviceError as error:
-            log.warning("Nothing is loaded: %s", error)
+        except (KvError, RuntimeError) as error:  # PyTorch's too: no promise may be forgotten
+            log.warning("Nothing is loaded: %s", error, exc_info=not isinstance(error, KvError))
             begin, make = self._loads.give_up, Loaded.none_of
         else:
             begin, make = self._loads.begin, self._loads.load
@@ -127,8 +127,8 @@ class Working:
         try:
             if ended:
                 self._transport.after_loads()
-        except DeviceError as error:
-            log.warning("Loaded blocks are not used: %s", error)
+        except (KvError, RuntimeError) as error:
+            log.warning("Loaded blocks are not used: %s", error, exc_info=not isinstance(error, KvError))
             return [replace(one, missing=list(one.load.blocks), bytes=0) for one in ended]
         return ended
 
