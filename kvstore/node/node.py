@@ -408,21 +408,19 @@ class Node:
         return [None if there else next(in_order) for there in stored]
 
     def abort(self, connection: Connection, leases: Sequence[tuple[int, int]]) -> tuple[int, list[int]]:
-        """Release leases that a client returns: it promises not to write.
+        """Release leases that a client returns: it promises not to write. One at its end counts as a late put.
 
         Returns how many were released, and the generations of those that were already over: their words have been put.
         """
         over = [generation for _, generation in leases if connection.slots.is_quarantined(generation)]
-        released = [
-            lease
-            for slot, generation in leases
-            if (lease := connection.slots.abort(slot, generation)) is not None
-        ]
+        aborted = (connection.slots.abort(slot, generation) for slot, generation in leases)
+        released = [lease for lease in aborted if lease is not None]
         self.fabric.cancel([lease.generation for lease in released])
         now_ns = self.clock.monotonic_ns()
         for lease in released:
             self._leased.pop(lease.generation)
-            if lease.ended_in_vain(now_ns):
+            if lease.generation not in over and lease.ended_in_vain(now_ns):
+                self.timings.lease_failed(connection.tenant, lease, LeaseExpired("It was given back unused."))
                 self.lookups.lease_over(connection.tenant, lease.key)
         if self.spans is not None:
             self.spans.ended(((lease, End.GIVEN_BACK) for lease in released), now_ns)

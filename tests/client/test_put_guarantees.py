@@ -247,6 +247,21 @@ def test_a_put_after_its_lease_is_explained(client: Client) -> None:
     assert "deleted" in said(), "what came last is what is said"
 
 
+def test_a_reserved_put_that_its_client_gives_up_at_its_end_is_counted_as_late(
+    node: NodeInProcess, client: Client
+) -> None:
+    """A client gives up before the lease ends, so the node's own clock alone would count none."""
+    with FlagWords.create(1) as flags, client.register(allocate(PAGE_BYTES)) as region:
+        block = Block(KEY, region, 0, PAGE_BYTES, threshold=1)
+        puts = client.reserve([block], lease_ms=500).arm(flags[0])
+        (result,) = puts.wait(WAIT_S)
+    assert isinstance(result.error, DeadlineExceeded)
+    wait_until(lambda: client.statistics().leases_expired == 1, "it is counted")
+    assert client.statistics().puts_failed == 1
+    rows = node.call(lambda inside: list(inside.timings.puts.values()))
+    assert [(row.failed, row.failure) for row in rows] == [(1, "LeaseExpired")]
+
+
 def test_a_lease_that_was_never_returned_is_explained(client: Client) -> None:
     with client.register(allocate(PAGE_BYTES)) as region:
         client.reserve([Block(KEY, region, 0, PAGE_BYTES)], lease_ms=1)
@@ -257,6 +272,7 @@ def test_a_lease_returned_at_once_is_not_a_lost_put(client: Client) -> None:
     with client.register(allocate(PAGE_BYTES)) as region:
         client.reserve([Block(KEY, region, 0, PAGE_BYTES)]).give_back()
         assert "never stored" in str(client.explain([KEY])[0])
+        assert client.statistics().leases_expired == 0
 
 
 @pytest.mark.parametrize("is_asked", [False, True])

@@ -70,6 +70,7 @@ def test_a_client_that_returns_an_expired_lease_learns_that_it_expired(
         return inside.abort(connection, leases)
 
     assert node.call(abort) == (2, [leases[0][1]])
+    assert node.call(lambda inside: inside.counters.leases_expired) == 1, "it was counted when it expired"
     ended.give_back()
     standing.give_back()
     wait_until(lambda: len(link._free_words) == free, "both words can be used again")
