@@ -242,7 +242,7 @@ def add_node_commands(commands: argparse._SubParsersAction[argparse.ArgumentPars
         "cluster",
         help="show the nodes of a cluster and their shares of the users, plan a change, drain or forget a node",
         description="Show the map of a node's cluster: its nodes, their weights and shares; or plan or make a change."
-        " Any node may be asked. Exit status 3 if the node is in no cluster, or not on its map.",
+        " Any node may be asked. Exit status 3 of `status` and `plan`: the node is in no cluster, or not on its map.",
     )
     cluster.add_argument(
         "action",
