@@ -108,7 +108,7 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Close it."""
+        """End its connections. Puts that have not been acknowledged fail."""
         ...
 
 

@@ -83,7 +83,7 @@ class Closes(Protocol):
     """Something that ends with the server."""
 
     def close(self) -> None:
-        """End."""
+        """End it, and free what it holds. Called once, when the server ends."""
         ...
 
 

@@ -55,7 +55,7 @@ class Peers:
             closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Close all."""
+        """Close all channels, those to nodes that are members too."""
         for channel, _ in self._channels.values():
             await channel.close()
         self._channels.clear()

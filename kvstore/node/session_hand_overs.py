@@ -82,13 +82,13 @@ class HandOvers:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start."""
+        """Begin to offer users to their homes, and to send blocks that members have taken."""
         self._tasks = [asyncio.create_task(self._offer()), asyncio.create_task(self._send())]
         for task in self._tasks:
             task.add_done_callback(_ended)
 
     async def close(self) -> None:
-        """Stop."""
+        """End both tasks. Blocks not sent yet are not sent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -146,7 +146,7 @@ class Upkeep:
         self._task.add_done_callback(_ended)
 
     async def close(self) -> None:
-        """Stop."""
+        """End the scans and hand-overs, and close the channels to the peers."""
         await self.moves.close()
         if self._task is not None:
             self._task.cancel()

@@ -140,7 +140,7 @@ class Charged(RecordWrite):
         self._writes.add(self)
 
     def refuse(self, quota: Quota) -> None:
-        """End it."""
+        """End the put: it fails with QuotaExceeded."""
         why = "All of the tenant's other blocks are guarded, and the block exceeds"
         if self.size_bytes > quota.bytes_max:
             why = "The block is larger than"

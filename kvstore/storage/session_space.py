@@ -137,7 +137,7 @@ class Claim:
         self._let_in()
 
     def refuse(self, quota: Quota) -> None:
-        """End it."""
+        """End the step without effect: with the error that fits why there is no room."""
         if not self.fits:
             self._refuse(
                 NoSpace(

@@ -47,7 +47,7 @@ ONCE_S = (CLUSTER_PROBE_AFTER_MS + CLUSTER_PROBE_MS) / 1000
 BYTES, BLOCKS = 4096, 12
 
 
-class Rig:
+class SilentNodesRig:
     """Three nodes, and a client with blocks on all of them."""
 
     def __init__(self, folder: Path, stack: ExitStack, transport: str) -> None:
@@ -101,12 +101,12 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path, transport: str) -> Iterator[Rig]:
+def rig(tmp_path: Path, transport: str) -> Iterator[SilentNodesRig]:
     with ExitStack() as stack:
-        yield Rig(tmp_path, stack, transport)
+        yield SilentNodesRig(tmp_path, stack, transport)
 
 
-def is_silent(rig: Rig, node: str) -> bool:
+def is_silent(rig: SilentNodesRig, node: str) -> bool:
     try:
         rig.client._silent.check(node)
     except NodeUnavailable:
@@ -156,7 +156,7 @@ def test_a_busy_machine_does_not_take_a_node_for_silent_at_once(
     ("transport", "first"), [("auto", "put"), ("auto", "get"), ("grpc", "put"), ("auto", "pin")]
 )
 def test_a_hanging_node_costs_one_short_wait_in_all(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, first: str
+    rig: SilentNodesRig, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
     calls: dict[str, Callable[[], list[object]]] = {
         name: getattr(rig, name) for name in ("put", "put_inline", "get", "get_inline", "exists", "pin")
@@ -192,7 +192,7 @@ def test_a_hanging_node_costs_one_short_wait_in_all(
 
 
 @pytest.mark.parametrize("transport", ["auto", "grpc"])
-def test_a_slow_call_does_not_make_a_node_silent(rig: Rig) -> None:
+def test_a_slow_call_does_not_make_a_node_silent(rig: SilentNodesRig) -> None:
     """A put that waits for its flag, and so has no answer."""
     with pytest.MonkeyPatch.context() as patch:
         dropped: list[str] = []
@@ -211,7 +211,7 @@ def test_a_slow_call_does_not_make_a_node_silent(rig: Rig) -> None:
 @pytest.mark.parametrize("transport", ["auto", "grpc"])
 @pytest.mark.parametrize("name", ["get", "get_inline", "exists", "pin", "put"])
 def test_a_node_given_up_right_before_the_call_is_not_the_callers_mistake(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str
+    rig: SilentNodesRig, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Its client is closed between the look at the map and the call."""
     nodes, lost = rig.client.nodes, rig.nodes[1].target
@@ -231,7 +231,7 @@ def test_a_node_given_up_right_before_the_call_is_not_the_callers_mistake(
 
 
 @pytest.mark.parametrize("transport", ["auto"])
-def test_calls_of_a_client_closed_by_its_user_raise_closed(rig: Rig) -> None:
+def test_calls_of_a_client_closed_by_its_user_raise_closed(rig: SilentNodesRig) -> None:
     rig.client.nodes.at(rig.nodes[1].target).close()
     with pytest.raises(Closed):
         rig.exists()
@@ -241,7 +241,7 @@ def test_calls_of_a_client_closed_by_its_user_raise_closed(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto"])
-def test_clients_on_a_nodes_machine_call_it_for_each_get(rig: Rig) -> None:
+def test_clients_on_a_nodes_machine_call_it_for_each_get(rig: SilentNodesRig) -> None:
     """A cluster confirms deletions without a node that hangs, whose memory they could still read."""
     assert rig.failed(rig.get()) == 0
     for node in rig.nodes:

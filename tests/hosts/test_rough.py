@@ -40,14 +40,14 @@ def blocks() -> str:
 
 
 @pytest.fixture
-def node(site: Site) -> Iterator[Process]:
+def container_node(site: Site) -> Iterator[Process]:
     site.node.firewall(firewall_of("container"))
     process = site.start_node(EVERYWHERE)
     yield process
     process.end()
 
 
-@pytest.mark.usefixtures("node")
+@pytest.mark.usefixtures("container_node")
 @pytest.mark.parametrize("site", [1500, 9000], indirect=True)
 def test_a_lossy_wire_costs_time_and_no_bytes(site: Site) -> None:
     for host in (site.node, site.one):
@@ -82,7 +82,7 @@ def slow(site: Site) -> Iterator[None]:
         run("ip", "link", "set", site.node.plug, "master", "wire")
 
 
-@pytest.mark.usefixtures("node")
+@pytest.mark.usefixtures("container_node")
 def test_a_slow_wire_costs_time_and_no_bytes(site: Site) -> None:
     with slow(site):
         client = site.caller(site.one, f"[{site.node.ipv6}]:7070")
@@ -97,7 +97,7 @@ def test_a_slow_wire_costs_time_and_no_bytes(site: Site) -> None:
     assert got_s > 2 * DELAY_S
 
 
-@pytest.mark.usefixtures("node")
+@pytest.mark.usefixtures("container_node")
 def test_a_blocked_fabric_is_reported_and_grpc_still_works(site: Site) -> None:
     site.node.firewall("tcp dport { 7070, 9100 } accept")
     client = site.caller(site.one, f"{site.node.ipv4}:7070", connect_timeout_ms=1_000)
@@ -114,7 +114,7 @@ def test_a_blocked_fabric_is_reported_and_grpc_still_works(site: Site) -> None:
     client.close()
 
 
-@pytest.mark.usefixtures("node")
+@pytest.mark.usefixtures("container_node")
 def test_clients_without_an_open_port_are_reached_over_their_own_connection(site: Site) -> None:
     client = site.caller(site.one, f"{site.node.ipv4}:7070")
     name = blocks()
@@ -127,7 +127,7 @@ def test_clients_without_an_open_port_are_reached_over_their_own_connection(site
     client.close()
 
 
-@pytest.mark.usefixtures("node")
+@pytest.mark.usefixtures("container_node")
 def test_the_node_drops_a_client_that_vanishes_during_a_put(site: Site) -> None:
     other = site.caller(site.two, f"{site.node.ipv4}:7070")
     client = site.caller(site.one, f"{site.node.ipv4}:7070", blocks=64)
@@ -153,7 +153,7 @@ def test_the_node_drops_a_client_that_vanishes_during_a_put(site: Site) -> None:
         one.close()
 
 
-@pytest.mark.usefixtures("node")
+@pytest.mark.usefixtures("container_node")
 def test_a_node_that_vanishes_during_a_get_is_a_timely_miss(site: Site) -> None:
     client = site.caller(site.one, f"{site.node.ipv4}:7070", blocks=64)
     name = blocks()
@@ -179,7 +179,7 @@ def test_a_node_that_vanishes_during_a_get_is_a_timely_miss(site: Site) -> None:
 TYPED = ("FabricError", "PutFailed", "NodeUnavailable", "DeadlineExceeded", "node_away")
 
 
-@pytest.mark.usefixtures("node")
+@pytest.mark.usefixtures("container_node")
 @pytest.mark.parametrize("cut", ["7071-7199", "7070", "7070-7199"], ids=["fabric", "gRPC", "both"])
 def test_reset_connections_end_everything_in_flight_in_time_and_are_reopened(site: Site, cut: str) -> None:
     """Libfabric's `net` does not report a reset; transfers in flight end at their own timeouts."""

@@ -49,7 +49,7 @@ def desk_of(pair: Pair, shelf: Shelf) -> Desk:
     )
 
 
-class Rig:
+class DirectRig:
     """A node with a shelf, a directory and one desk, and the direct reads of that desk's client."""
 
     def __init__(self) -> None:
@@ -116,12 +116,12 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    with closing(Rig()) as one:
+def rig() -> Iterator[DirectRig]:
+    with closing(DirectRig()) as one:
         yield one
 
 
-def test_listed_blocks_are_read_and_reported(rig: Rig) -> None:
+def test_listed_blocks_are_read_and_reported(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(5000))
     rig.shelve(2, os.urandom(70_001), at=8192)
     before_ns = time.monotonic_ns()
@@ -136,7 +136,7 @@ def test_listed_blocks_are_read_and_reported(rig: Rig) -> None:
     assert rig.served() == []
 
 
-def test_a_block_that_is_not_listed_is_not_read(rig: Rig) -> None:
+def test_a_block_that_is_not_listed_is_not_read(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(5000))
     rig.blocks[2] = b"never listed"
     assert not rig.read(2)
@@ -147,7 +147,7 @@ def test_a_block_that_is_not_listed_is_not_read(rig: Rig) -> None:
     assert rig.read(1), "the new one"
 
 
-def test_a_look_up_is_answered_if_all_are_listed(rig: Rig) -> None:
+def test_a_look_up_is_answered_if_all_are_listed(rig: DirectRig) -> None:
     for number in range(20):
         rig.shelve(number, os.urandom(100), at=number * 128)
     keys = [key_of(number) for number in range(20)]
@@ -164,7 +164,7 @@ def test_a_look_up_is_answered_if_all_are_listed(rig: Rig) -> None:
     assert not rig.direct.has_all(FINGERPRINT, keys[:7], METADATA)
 
 
-def test_a_name_of_another_owner_layout_or_length_is_not_read(rig: Rig) -> None:
+def test_a_name_of_another_owner_layout_or_length_is_not_read(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(5000))
     assert not rig.read(1, direct=rig.reads(b"x" * 16))
     assert not rig.read(1, fingerprint=b"g" * 16)
@@ -173,7 +173,7 @@ def test_a_name_of_another_owner_layout_or_length_is_not_read(rig: Rig) -> None:
     assert rig.read(1)
 
 
-def test_parts_and_pieces(rig: Rig) -> None:
+def test_parts_and_pieces(rig: DirectRig) -> None:
     data = os.urandom(40_000)
     rig.shelve(1, data)
     for skip, part in ((0, 1), (17_000, 20_000), (39_999, 1), (0, 40_000)):
@@ -200,7 +200,7 @@ def test_parts_and_pieces(rig: Rig) -> None:
     assert rig.target[:40_000] == data
 
 
-def test_a_wrong_checksum_ends_direct_reads(rig: Rig) -> None:
+def test_a_wrong_checksum_ends_direct_reads(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(50_000))
     rig.shelve(2, os.urandom(5000), at=65536)
     rig.node.fill(49_999, bytes([rig.blocks[1][-1] ^ 1]))
@@ -210,7 +210,7 @@ def test_a_wrong_checksum_ends_direct_reads(rig: Rig) -> None:
     assert [list(told.ids) for told in rig.served()] == [[1002]]
 
 
-def test_many_and_large_gets_are_calls(rig: Rig) -> None:
+def test_many_and_large_gets_are_calls(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(900_000))
     rig.shelve(2, os.urandom(100), at=950_000)
     rig.target = bytearray(4 << 20)
@@ -222,7 +222,7 @@ def test_many_and_large_gets_are_calls(rig: Rig) -> None:
     assert not rig.read()
 
 
-def test_nothing_is_read_unless_the_desk_answers(rig: Rig) -> None:
+def test_nothing_is_read_unless_the_desk_answers(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(5000))
     rig.desk.answers(answers=False)
     assert not rig.read(1)
@@ -235,7 +235,7 @@ def test_nothing_is_read_unless_the_desk_answers(rig: Rig) -> None:
     assert len(rig.served()) == 1, "what was noted before is reported"
 
 
-def test_nothing_is_read_once_the_node_has_ended(rig: Rig) -> None:
+def test_nothing_is_read_once_the_node_has_ended(rig: DirectRig) -> None:
     """Although its memory, as mapped here, still says that the block is listed."""
     rig.shelve(1, os.urandom(5000))
     assert rig.read(1)
@@ -243,7 +243,7 @@ def test_nothing_is_read_once_the_node_has_ended(rig: Rig) -> None:
     assert not rig.read(1)
 
 
-def test_nothing_is_read_after_close(rig: Rig) -> None:
+def test_nothing_is_read_after_close(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(60_000))
     begun = threading.Event()
 
@@ -265,7 +265,7 @@ def test_nothing_is_read_after_close(rig: Rig) -> None:
     assert rig.target == bytes(len(rig.target))
 
 
-def test_close_waits_for_a_read_in_progress(rig: Rig) -> None:
+def test_close_waits_for_a_read_in_progress(rig: DirectRig) -> None:
     """The memory may be unmapped then."""
     rig.shelve(1, os.urandom(1_000_000))
     rig.target = bytearray(1_000_000)
@@ -291,7 +291,7 @@ def test_close_waits_for_a_read_in_progress(rig: Rig) -> None:
         assert written_after == [False]
 
 
-def test_a_block_that_changes_while_it_is_copied_is_never_read_in_part(rig: Rig) -> None:
+def test_a_block_that_changes_while_it_is_copied_is_never_read_in_part(rig: DirectRig) -> None:
     """Its memory is used again at once for another version of it, while a reader reads as fast as it can."""
     length, versions = 500_000, 400
     rig.shelve(1, bytes(length))
@@ -330,7 +330,7 @@ def test_a_block_that_changes_while_it_is_copied_is_never_read_in_part(rig: Rig)
     assert rig.read(1), "no checksum was found wrong"
 
 
-def test_names_that_find_no_free_slot_are_calls(rig: Rig) -> None:
+def test_names_that_find_no_free_slot_are_calls(rig: DirectRig) -> None:
     data, count = os.urandom(64), 3 * SLOTS_MIN
     for number in range(count):
         rig.shelve(number, data)
@@ -352,7 +352,7 @@ def test_names_that_find_no_free_slot_are_calls(rig: Rig) -> None:
     assert found == SLOTS_MIN // 4, "all slots had become free"
 
 
-def test_nothing_of_a_block_is_left_in_the_directory(rig: Rig) -> None:
+def test_nothing_of_a_block_is_left_in_the_directory(rig: DirectRig) -> None:
     """Clients have it mapped, and an erasure leaves no name."""
     rig.shelve(1, os.urandom(100))
     assert rig.directory.find(key_of(1)) > 0
@@ -361,7 +361,7 @@ def test_nothing_of_a_block_is_left_in_the_directory(rig: Rig) -> None:
     assert [word for word in slots if word] == [4], "only its `seq`"
 
 
-def test_a_name_is_found_behind_slots_that_became_free(rig: Rig) -> None:
+def test_a_name_is_found_behind_slots_that_became_free(rig: DirectRig) -> None:
     data = os.urandom(64)
     for number in range(SLOTS_MIN // 2):
         rig.shelve(number, data)
@@ -371,7 +371,7 @@ def test_a_name_is_found_behind_slots_that_became_free(rig: Rig) -> None:
         assert rig.read(number)
 
 
-def test_nothing_is_read_in_a_forked_child(rig: Rig) -> None:
+def test_nothing_is_read_in_a_forked_child(rig: DirectRig) -> None:
     """It would write to the log while its parent does, and may wait for a lock that no thread of it holds."""
     rig.shelve(1, os.urandom(100))
     child = os.fork()
@@ -386,7 +386,7 @@ def test_nothing_is_read_in_a_forked_child(rig: Rig) -> None:
     assert rig.read(1)
 
 
-def test_a_thread_with_a_small_stack_reads(rig: Rig) -> None:
+def test_a_thread_with_a_small_stack_reads(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(100))
     outcomes: list[bool] = []
     before = threading.stack_size(32 << 10)
@@ -399,7 +399,7 @@ def test_a_thread_with_a_small_stack_reads(rig: Rig) -> None:
     assert outcomes == [True]
 
 
-def test_keys_and_layouts_of_another_length_are_a_call(rig: Rig) -> None:
+def test_keys_and_layouts_of_another_length_are_a_call(rig: DirectRig) -> None:
     """No byte behind them is looked at."""
     rig.shelve(1, os.urandom(100))
     assert not rig.read(1, fingerprint=FINGERPRINT * 2)
@@ -411,7 +411,7 @@ def test_keys_and_layouts_of_another_length_are_a_call(rig: Rig) -> None:
 # --- opening
 
 
-def test_a_directory_that_is_none_is_refused(rig: Rig) -> None:
+def test_a_directory_that_is_none_is_refused(rig: DirectRig) -> None:
     log = address_of(rig.log)
     for wrong in (
         bytes(100),
@@ -456,7 +456,7 @@ def test_nothing_is_shared_where_the_kernel_would_not_note_the_nodes_death() -> 
     assert told.stdout.strip() == "refused"
 
 
-def test_a_shelf_is_shared_once_and_while_it_is_empty(rig: Rig) -> None:
+def test_a_shelf_is_shared_once_and_while_it_is_empty(rig: DirectRig) -> None:
     again = mmap.mmap(-1, directory_bytes(SLOTS_MIN))
     with pytest.raises(FabricError):
         rig.shelf.share(again)

@@ -16,7 +16,7 @@ from nic_offload.fabric import EventKind
 from nic_offload.memory import address_of
 from nic_offload.shelf import RENAMED_USED
 from tests.nic_offload.rig import wait_until
-from tests.nic_offload.test_direct import FINGERPRINT, HEAD_BYTES, METADATA, SLOT_BYTES, Rig, desk_of
+from tests.nic_offload.test_direct import FINGERPRINT, HEAD_BYTES, METADATA, SLOT_BYTES, DirectRig, desk_of
 from tests.nic_offload.test_shared_desk import SHARES
 from tests.nic_offload.test_shelf import ANSWER_WORD, FIRST, Row, ShelfRig, Wanted, key_of, two
 
@@ -29,12 +29,12 @@ TOLD = 1 << 62  # a tag
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    with closing(Rig()) as one:
+def rig() -> Iterator[DirectRig]:
+    with closing(DirectRig()) as one:
         yield one
 
 
-def with_calls(rig: Rig) -> tuple[ShelfRig, tuple[Row, Row]]:
+def with_calls(rig: DirectRig) -> tuple[ShelfRig, tuple[Row, Row]]:
     """A desk that can also be called, for the log's client, and the rows of a call for both of its blocks."""
     rig.desk.log(0)
     shelf = ShelfRig(rig.pair, shares=True, shelf=rig.shelf)
@@ -44,7 +44,7 @@ def with_calls(rig: Rig) -> tuple[ShelfRig, tuple[Row, Row]]:
     return shelf, rows
 
 
-def test_a_full_log_makes_calls_until_it_is_read(rig: Rig) -> None:
+def test_a_full_log_makes_calls_until_it_is_read(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(100))
     for _ in range(3):  # around its end
         count = 0
@@ -57,7 +57,7 @@ def test_a_full_log_makes_calls_until_it_is_read(rig: Rig) -> None:
         assert all((list(one.ids), bytes(one.metadata)) == ([1001], METADATA) for one in told)
 
 
-def test_a_call_makes_room_in_the_log(rig: Rig) -> None:
+def test_a_call_makes_room_in_the_log(rig: DirectRig) -> None:
     """The node's own thread takes the notes then, whether or not the application asks for them."""
     shelf, rows = with_calls(rig)
     while rig.read(1):
@@ -71,7 +71,7 @@ def test_a_call_makes_room_in_the_log(rig: Rig) -> None:
     assert len(rig.served()) > 800
 
 
-def test_notes_wait_while_the_application_has_many_to_process(rig: Rig) -> None:
+def test_notes_wait_while_the_application_has_many_to_process(rig: DirectRig) -> None:
     """Others' requests would wait for that."""
     shelf, rows = with_calls(rig)
     taken, count = list[int](), 0
@@ -89,7 +89,7 @@ def test_notes_wait_while_the_application_has_many_to_process(rig: Rig) -> None:
     assert len(rig.served()) == count + 2, "all are reported"
 
 
-def test_notes_that_wait_are_announced_when_their_client_calls(rig: Rig) -> None:
+def test_notes_that_wait_are_announced_when_their_client_calls(rig: DirectRig) -> None:
     """Otherwise it would make calls until the application asks for something."""
     rig.shelf.use_readers({}, TOLD, 1 << 20)
     shelf, rows = with_calls(rig)
@@ -108,7 +108,7 @@ def test_notes_that_wait_are_announced_when_their_client_calls(rig: Rig) -> None
     assert rig.read(1)
 
 
-def test_the_use_of_a_block_that_has_gone_is_not_reported(rig: Rig) -> None:
+def test_the_use_of_a_block_that_has_gone_is_not_reported(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(100))
     rig.shelve(2, os.urandom(100), at=4096)
     assert rig.read(1, 2)
@@ -118,7 +118,7 @@ def test_the_use_of_a_block_that_has_gone_is_not_reported(rig: Rig) -> None:
     assert list(told.ids) == [0, 1002]
 
 
-def test_the_use_of_a_block_that_has_just_landed_is_reported_with_its_lasting_id(rig: Rig) -> None:
+def test_the_use_of_a_block_that_has_just_landed_is_reported_with_its_lasting_id(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(100), id=LANDED_ID | 1)
     rig.shelve(2, os.urandom(100), at=4096, id=LANDED_ID | 2)
     assert rig.read(1)
@@ -141,7 +141,7 @@ def test_the_use_of_a_block_that_has_just_landed_is_reported_with_its_lasting_id
         (LOG_HEAD + 8, 1 << 30),  # its metadata
     ],
 )
-def test_an_impossible_note_closes_the_log(rig: Rig, at: int, value: int) -> None:
+def test_an_impossible_note_closes_the_log(rig: DirectRig, at: int, value: int) -> None:
     rig.shelve(1, os.urandom(100))
     assert rig.read(1)
     rig.log[at : at + 8] = value.to_bytes(8, "little")
@@ -151,7 +151,7 @@ def test_an_impossible_note_closes_the_log(rig: Rig, at: int, value: int) -> Non
     assert not rig.read(1), "for good"
 
 
-def test_a_note_of_nonsense_harms_no_other_block(rig: Rig) -> None:
+def test_a_note_of_nonsense_harms_no_other_block(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(100))
     assert rig.read(1)
     seqs = range(HEAD_BYTES, len(rig.directory), SLOT_BYTES)
@@ -167,7 +167,7 @@ def test_a_note_of_nonsense_harms_no_other_block(rig: Rig) -> None:
     assert told.size_bytes <= rig.node.region.length
 
 
-def test_a_note_never_says_more_bytes_than_a_get_can_have(rig: Rig) -> None:
+def test_a_note_never_says_more_bytes_than_a_get_can_have(rig: DirectRig) -> None:
     """Their sum would exceed what the statistics can show."""
     size = 40 + 16 * BLOCKS_MAX
     note = struct.pack("<IIIIQQQ", size, BLOCKS_MAX, 0, 0, 5, 6, (1 << 64) - 1)
@@ -177,7 +177,7 @@ def test_a_note_never_says_more_bytes_than_a_get_can_have(rig: Rig) -> None:
     assert told.size_bytes == 64 << 20
 
 
-def test_a_client_that_goes_on_reading_does_not_keep_who_takes_its_notes(rig: Rig) -> None:
+def test_a_client_that_goes_on_reading_does_not_keep_who_takes_its_notes(rig: DirectRig) -> None:
     rig.shelve(1, os.urandom(100))
     for _ in range(3):
         assert rig.read(1)
@@ -187,7 +187,7 @@ def test_a_client_that_goes_on_reading_does_not_keep_who_takes_its_notes(rig: Ri
     assert len(rig.served()) == 3
 
 
-def test_calls_that_are_answered_meanwhile_are_left_and_this_is_said(rig: Rig) -> None:
+def test_calls_that_are_answered_meanwhile_are_left_and_this_is_said(rig: DirectRig) -> None:
     shelf = ShelfRig(rig.pair, shares=True, shelf=rig.shelf)
     rows = two(shelf)
 
@@ -207,7 +207,7 @@ def test_calls_that_are_answered_meanwhile_are_left_and_this_is_said(rig: Rig) -
     assert not rig.shelf.has_more
 
 
-def test_all_notes_are_taken_at_once_even_if_they_need_more_room_than_there_is(rig: Rig) -> None:
+def test_all_notes_are_taken_at_once_even_if_they_need_more_room_than_there_is(rig: DirectRig) -> None:
     note = struct.pack("<IIIIQQQ", 40, 1, 0, 1, 5, 6, 0)
     notes, logs = (LOG_BYTES - LOG_HEAD) // len(note), []
     for _ in range(14):

@@ -59,7 +59,7 @@ class Rows:
 # --- the node
 
 
-class Node:
+class SharingEnd:
     """An end that shares its memory with its peer."""
 
     def __init__(self) -> None:
@@ -115,63 +115,63 @@ def has_ended(pair: Pair) -> bool:
 
 
 @pytest.fixture
-def node() -> Iterator[Node]:
-    node = Node()
-    yield node
-    node.pair.__exit__()
+def sharing() -> Iterator[SharingEnd]:
+    sharing = SharingEnd()
+    yield sharing
+    sharing.pair.__exit__()
 
 
-def test_a_block_is_reported_and_kept_until_it_was_read(node: Node) -> None:
+def test_a_block_is_reported_and_kept_until_it_was_read(sharing: SharingEnd) -> None:
     before_ns = time.monotonic_ns()
-    node.put()
-    wait_until(lambda: node.said() == 7 << 8 | WHERE, "the word")
-    row = node.rows.at(0)
-    assert (row.generation, row.offset, row.crc32c) == (7, SOURCE, node.sum)
+    sharing.put()
+    wait_until(lambda: sharing.said() == 7 << 8 | WHERE, "the word")
+    row = sharing.rows.at(0)
+    assert (row.generation, row.offset, row.crc32c) == (7, SOURCE, sharing.sum)
     assert before_ns + 500_000_000 < row.until_ns <= time.monotonic_ns() + 1_000_000_000
     time.sleep(0.2)
-    assert not node.is_sent
-    node.rows.note_read(0, 6)
+    assert not sharing.is_sent
+    sharing.rows.note_read(0, 6)
     time.sleep(0.1)
-    assert not node.is_sent, "another generation was read"
-    node.rows.note_read(0, 7)
-    wait_until(lambda: node.is_sent, "it is over")
-    assert not node.came(), "no byte was sent"
+    assert not sharing.is_sent, "another generation was read"
+    sharing.rows.note_read(0, 7)
+    wait_until(lambda: sharing.is_sent, "it is over")
+    assert not sharing.came(), "no byte was sent"
 
 
-def test_a_block_that_is_never_read_is_kept_for_two_seconds(node: Node) -> None:
+def test_a_block_that_is_never_read_is_kept_for_two_seconds(sharing: SharingEnd) -> None:
     began = time.monotonic()
-    node.put()
-    wait_until(lambda: node.is_sent, "it is over", 10)
+    sharing.put()
+    wait_until(lambda: sharing.is_sent, "it is over", 10)
     assert 1.9 < time.monotonic() - began < 6
 
 
-def test_a_block_that_must_not_be_read_there_is_sent(node: Node) -> None:
-    node.put(shared=False)
-    wait_until(node.came, "the bytes")
-    assert node.rows.at(0).generation == 0
+def test_a_block_that_must_not_be_read_there_is_sent(sharing: SharingEnd) -> None:
+    sharing.put(shared=False)
+    wait_until(sharing.came, "the bytes")
+    assert sharing.rows.at(0).generation == 0
 
 
-def test_a_word_without_a_row_has_its_block_sent(node: Node) -> None:
-    node.put(word=ROWS)
-    wait_until(node.came, "the bytes")
-    assert node.said(ROWS) == 7 << 8 | SERVED
+def test_a_word_without_a_row_has_its_block_sent(sharing: SharingEnd) -> None:
+    sharing.put(word=ROWS)
+    wait_until(sharing.came, "the bytes")
+    assert sharing.said(ROWS) == 7 << 8 | SERVED
 
 
 def test_memory_that_is_not_shared_is_sent() -> None:
-    node = Node()
-    near, there = node.pair.near, node.pair.there
+    sharing = SharingEnd()
+    near, there = sharing.pair.near, sharing.pair.there
     other = near.fabric.register(mmap.mmap(-1, PAGE))
-    near.endpoint.share_reads(node.word, there.key, node.rows.address, ROWS, other)
-    node.put()
-    wait_until(node.came, "the bytes")
-    node.pair.__exit__()
+    near.endpoint.share_reads(sharing.word, there.key, sharing.rows.address, ROWS, other)
+    sharing.put()
+    wait_until(sharing.came, "the bytes")
+    sharing.pair.__exit__()
 
 
-def test_nothing_is_kept_for_a_closed_endpoint(node: Node) -> None:
-    node.put()
-    wait_until(lambda: node.said() == 7 << 8 | WHERE, "the word")
-    node.pair.near.endpoint.close()
-    assert node.pair.near.region._is_idle()
+def test_nothing_is_kept_for_a_closed_endpoint(sharing: SharingEnd) -> None:
+    sharing.put()
+    wait_until(lambda: sharing.said() == 7 << 8 | WHERE, "the word")
+    sharing.pair.near.endpoint.close()
+    assert sharing.pair.near.region._is_idle()
 
 
 # --- the client
