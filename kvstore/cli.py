@@ -31,9 +31,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         from kvstore.node.server import serve
         from kvstore.serve_options import check_machine, settings
 
-        told = settings(arguments)
-        check_machine(told.node())
-        return serve(told, lambda: settings(arguments))
+        chosen = settings(arguments)
+        check_machine(chosen.node())
+        return serve(chosen, lambda: settings(arguments))
     except KeyboardInterrupt:  # before the node handles signals itself
         return Status.DONE
 
@@ -100,8 +100,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return run(arguments.data, as_json=arguments.json)
     from kvstore.commands.doctor_node import check_node
 
-    told = reach(arguments)
-    return max(show(list(check_node(told.at(node))), as_json=arguments.json) for node in told.nodes)
+    reached = reach(arguments)
+    return max(show(list(check_node(reached.at(node))), as_json=arguments.json) for node in reached.nodes)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -119,10 +119,10 @@ class ClusterConfig(NamedTuple):
     zone: str = ""  # nodes that fail together with this one
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> ClusterConfig | None:
+    def of(cls, values: Mapping[str, Any]) -> ClusterConfig | None:
         """Made from the options' values, by their names after `cluster`; None if `cluster` itself is not set."""
-        given = {name: value for name, value in told.items() if name and value is not None}
-        if told[""] is None:
+        given = {name: value for name, value in values.items() if name and value is not None}
+        if values[""] is None:
             if given:
                 raise ConfigError(f"--cluster{min(given).replace('_', '-')} needs --cluster.")
             return None
@@ -140,7 +140,7 @@ class ClusterConfig(NamedTuple):
             raise ConfigError(f"A block has 1 to {REPLICAS_MAX} replicas, not {replicas}.")
         upkeep = None if replicas is None else UpkeepConfig(replicas, *of_nodes)
         more = {_OF_ETCD.get(name, name[1:]): value for name, value in given.items()}
-        return cls(EtcdReach.of(told[""], **more), address, upkeep, zone)
+        return cls(EtcdReach.of(values[""], **more), address, upkeep, zone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +197,15 @@ class NodeConfig:
         self._check_where()
         self._check_cluster()
         if self.capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
-            least, told = shown_apart(DRIVE_CAPACITY_BYTES_MIN, self.capacity_bytes)
-            raise ConfigError(f"A drive needs at least {least}; {told} is too small.")
+            least, actual = shown_apart(DRIVE_CAPACITY_BYTES_MIN, self.capacity_bytes)
+            raise ConfigError(f"A drive needs at least {least}; {actual} is too small.")
         if self.capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
-            most, told = shown_apart(DRIVE_CAPACITY_BYTES_MAX, self.capacity_bytes)
-            raise ConfigError(f"A drive has at most {most}, not {told}.")
+            most, actual = shown_apart(DRIVE_CAPACITY_BYTES_MAX, self.capacity_bytes)
+            raise ConfigError(f"A drive has at most {most}, not {actual}.")
         if self.hot_bytes < HOT_BYTES_MIN:
-            least, told = shown_apart(HOT_BYTES_MIN, self.hot_bytes)
+            least, actual = shown_apart(HOT_BYTES_MIN, self.hot_bytes)
             raise ConfigError(
-                f"The hot memory must be at least {least}, for the largest blocks; {told} is too small."
+                f"The hot memory must be at least {least}, for the largest blocks; {actual} is too small."
             )
 
     def _check_events(self) -> None:

@@ -144,22 +144,24 @@ def advice(lookups: Sequence[Lookup], statistics: StatisticsResponse) -> list[st
         most = [outcome for outcome, _ in missed.most_common(2)]
         room = f"{show_size(statistics.free_bytes)} of {show_size(statistics.capacity_bytes)} are free now"
         used, quota = show_size(statistics.quota_used_bytes), show_size(statistics.quota_bytes)
-        told = [DO[outcome].format(room=room, quota=f"{used} of {quota} now") for outcome in most]
+        sentences = [DO[outcome].format(room=room, quota=f"{used} of {quota} now") for outcome in most]
     else:
-        told = ["Nothing was missed."]
+        sentences = ["Nothing was missed."]
     slow = max(lookups, key=lambda one: one.took_us)
     if slow.took_us >= LOOKUP_SLOW_MS * 1000:
         if slow.queued_us * _HALF > slow.took_us:
-            told.append(
+            sentences.append(
                 "Most of the time was spent queueing behind other fetches: spread the load over more nodes."
             )
         elif slow.drive_us * _HALF > slow.took_us and not missed:
-            told.append(
+            sentences.append(
                 "Most of the time was spent on the drive: prefetch the session, or give the node more --hot memory."
             )
         elif slow.size_bytes and not missed:
-            told.append("Most of the time was spent sending: check the network and the caller's bandwidth.")
-    return told
+            sentences.append(
+                "Most of the time was spent sending: check the network and the caller's bandwidth."
+            )
+    return sentences
 
 
 def placed(lookups: Sequence[Lookup]) -> Iterator[Placed]:

@@ -260,16 +260,16 @@ class Settings(NamedTuple):
 
     def node(self) -> NodeConfig:
         """These settings as the node's configuration."""
-        told = dict(self.values)
-        if told["data"] is None:
+        given = dict(self.values)
+        if given["data"] is None:
             raise ConfigError(
                 f"Set the node's folder: --data, {_BY_NAME['data'].variable}, or data in a file."
             )
-        host, port = told.pop("listen")
-        cluster = ClusterConfig.of({name: told.pop(f"cluster{name}") for name in _CLUSTER})
-        told["fabric_clients"] = told["fabric_clients"] or ()
-        events, replay = told.pop("events"), told.pop("events_replay")
-        as_arrays = told.pop("events_as") == "arrays"
+        host, port = given.pop("listen")
+        cluster = ClusterConfig.of({name: given.pop(f"cluster{name}") for name in _CLUSTER})
+        given["fabric_clients"] = given["fabric_clients"] or ()
+        events, replay = given.pop("events"), given.pop("events_replay")
+        as_arrays = given.pop("events_as") == "arrays"
         if events is None and replay is not None:
             raise ConfigError("A replay endpoint needs published events: set --events ENDPOINT.")
         for short, name in (
@@ -279,13 +279,13 @@ class Settings(NamedTuple):
             ("hot", "hot_bytes"),
             ("tls_cert", "tls_certificate"),
         ):
-            told[name] = told.pop(short)
+            given[name] = given.pop(short)
         return NodeConfig(
             host=host,
             port=port,
             cluster=cluster,
             events=None if events is None else EventsConfig(events, replay, as_arrays),
-            **told,
+            **given,
         )
 
 
@@ -319,25 +319,25 @@ def _read(option: Option, text: str, where: str) -> Any:
 
 
 def _of_command(arguments: argparse.Namespace) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for option in OPTIONS:
         value = getattr(arguments, option.name)
         if value is None:
             continue
         if option.is_switch:
-            told[option.name] = value
+            given[option.name] = value
         elif option.is_many:
-            told[option.name] = tuple(_read(option, text, option.flag) for text in value)
+            given[option.name] = tuple(_read(option, text, option.flag) for text in value)
         else:
-            told[option.name] = _read(option, value, option.flag)
-    return told
+            given[option.name] = _read(option, value, option.flag)
+    return given
 
 
 def _of_environment() -> dict[str, Any]:
     known = {option.variable for option in OPTIONS} | {_FILE_VARIABLE}
     if unknown := sorted(name for name in variables(_VARIABLE) if name not in known):
         raise ConfigError(f"The environment has an unknown setting: {', '.join(unknown)}.")
-    told: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for option in OPTIONS:
         text = environment(option.variable)
         if not text:
@@ -345,14 +345,14 @@ def _of_environment() -> dict[str, Any]:
         if option.is_switch:
             if text.lower() not in {"true", "false"}:
                 raise ConfigError(f"{option.variable} is true or false, not {text!r}.")
-            told[option.name] = text.lower() == "true"
+            given[option.name] = text.lower() == "true"
         elif option.is_many:
-            told[option.name] = tuple(
+            given[option.name] = tuple(
                 _read(option, part.strip(), option.variable) for part in text.split(",")
             )
         else:
-            told[option.name] = _read(option, text, option.variable)
-    return told
+            given[option.name] = _read(option, text, option.variable)
+    return given
 
 
 def read_file(path: Path) -> dict[str, Any]:

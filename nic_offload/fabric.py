@@ -310,10 +310,10 @@ class Endpoint(Handle):
     def believes(self, region: Region, address: int, generation: int, data: bytes, tag: bytes) -> bool:
         """Whether bytes that arrived at this place of ours are from the peer; without a seal all are."""
         said = int.from_bytes(tag, "little")
-        told = lib.tk_endpoint_believes(
+        matches = lib.tk_endpoint_believes(
             self.handle, region.handle, address, generation, data, len(data), said
         )
-        return len(tag) == self.tag_bytes and bool(told)
+        return len(tag) == self.tag_bytes and bool(matches)
 
     def share_words(self, target: int, target_key: int, words: int, count: int, doorbell: int) -> None:
         """The peer watches `count` of its words, from `target` on, in memory of ours: see `shared_puts.c`."""

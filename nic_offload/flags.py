@@ -185,8 +185,8 @@ def _checked(fd: int, path: str) -> int:
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise _refused(f"{path} could be truncated by its creator, which would kill its readers")
     size = os.fstat(fd).st_size
-    told = os.pread(fd, _BELL.size, max(0, size - _BELL.size))
-    magic, words, _, maker_fd = _BELL.unpack(told) if len(told) == _BELL.size else (0, 0, 0, 0)
+    tail = os.pread(fd, _BELL.size, max(0, size - _BELL.size))
+    magic, words, _, maker_fd = _BELL.unpack(tail) if len(tail) == _BELL.size else (0, 0, 0, 0)
     if magic != lib.TK_BELL_MAGIC or not words or size != words * _WORD_BYTES + _BELL.size:
         raise _refused(f"{path} has no flag words in it")
     bell = Path(path).with_name(str(maker_fd))

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> str:
     if arguments.as_csv:
         return as_csv(("where", "theirs", "ours", "verdict"), found)
     counts = Counter(one.verdict for one in found)
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    tally = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
     lines = [
         "LLM Serving With Efficient KV-Cache Management Using Triggered Operations (Dhakal, Bruel, Rattihalli,",
         "Chalamalasetti, Milojicic), against its own printed numbers.",
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> str:
         )
     lines += [
         "",
-        f"{len(found)} lines: {told}.",
+        f"{len(found)} lines: {tally}.",
         "Judged are the numbers, not the mechanism. kvsim explain: what each preset adds; kvsim search: every reading.",
     ]
     return "\n".join(lines)

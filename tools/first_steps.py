@@ -29,8 +29,8 @@ def main() -> None:
         with kind() as node, node.client() as client:
             _put_get_and_resume(client)
             command = [str(Path(sys.executable).with_name("kvstore")), "stats", "--node", node.target]
-            told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-            assert "puts" in told
+            printed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+            assert "puts" in printed
     versions = [
         f"{name} {metadata.version(name)}" for name in ("grpcio", "protobuf", "numpy", "lmdb", "cffi")
     ]

@@ -160,19 +160,19 @@ def split(wheel: bytes) -> dict[str, dict[str, bytes]]:
     version = info.removesuffix(".dist-info/").split("-")[1]
     entries = ConfigParser(delimiters="=")
     entries.read_string(files.pop(info + "entry_points.txt").decode())
-    told = files[info + "METADATA"].decode()
+    metadata = files[info + "METADATA"].decode()
     wheels = {}
     for name, part in PARTS.items():
         own_info = f"{name.replace('-', '_')}-{version}.dist-info/"
         own = {file: files.pop(file) for file in tuple(files) if file.startswith(part.folder)}
         own |= {own_info + file: files[info + file] for file in ("WHEEL", "licenses/LICENSE")}
-        told, extra = _without_extra(told, part.extra)
+        metadata, extra = _without_extra(metadata, part.extra)
         made = _METADATA.format(name=name, version=version, summary=part.summary) + extra
         own[own_info + "METADATA"] = made.encode()
         own[own_info + "entry_points.txt"] = f"[{part.section}]\n{part.entry}\n".encode()
         entries.remove_option(part.section, part.entry.split(" = ")[0])
         wheels[name] = _with_record(own, own_info + "RECORD")
-    files[info + "METADATA"] = told.encode()
+    files[info + "METADATA"] = metadata.encode()
     files[info + "entry_points.txt"] = "".join(
         f"[{section}]\n" + "".join(f"{key} = {value}\n" for key, value in entries.items(section))
         for section in entries.sections()
@@ -227,11 +227,11 @@ with zipfile.ZipFile(sys.argv[2]) as made:
 
 
 def _licence(of: Distribution) -> str:
-    told = of.metadata.json.get("license_expression") or of.metadata.json.get("license") or ""
+    licence = of.metadata.json.get("license_expression") or of.metadata.json.get("license") or ""
     classified = [
         one.rpartition(" :: ")[2] for one in of.metadata.get_all("Classifier") or () if "License ::" in one
     ]
-    return str(told) if told and len(told) < 60 else ", ".join(classified)  # noqa: PLR2004 - longer is a text
+    return str(licence) if licence and len(licence) < 60 else ", ".join(classified)  # noqa: PLR2004 - longer is a text
 
 
 def _libraries() -> list[dict[str, object]]:

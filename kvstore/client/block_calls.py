@@ -190,12 +190,12 @@ class BlockCalls:
 
     def explain(self, keys: Sequence[bytes]) -> list[Explained]:
         """As `Client.explain`."""
-        told: list[pb.Explanation] = []
+        explanations: list[pb.Explanation] = []
         for some in batches(keys):
             with self._calling("Explaining blocks"):
                 request = pb.ExplainRequest(tenant=self._tenant, keys=some)
-                told += self._stub.Explain(request, timeout=self._timeout_s).explanations
-        return [_explained(key, one) for key, one in zip(keys, told, strict=True)]
+                explanations += self._stub.Explain(request, timeout=self._timeout_s).explanations
+        return [_explained(key, one) for key, one in zip(keys, explanations, strict=True)]
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> Pin:
         """As `Client.pin`."""
@@ -238,6 +238,6 @@ def _miss(message: kvstore_pb2.GetMiss) -> Miss:
     return Miss(MissReason(message.reason), message.detail)
 
 
-def _explained(key: bytes, told: pb.Explanation) -> Explained:
-    reason = pb.GoneReason.Name(told.gone).removeprefix("GONE_REASON_") if told.gone else None
-    return Explained(key, told.stored, reason, told.gone_unix_ms, told.sentence)
+def _explained(key: bytes, explanation: pb.Explanation) -> Explained:
+    reason = pb.GoneReason.Name(explanation.gone).removeprefix("GONE_REASON_") if explanation.gone else None
+    return Explained(key, explanation.stored, reason, explanation.gone_unix_ms, explanation.sentence)

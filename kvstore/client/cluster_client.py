@@ -354,12 +354,12 @@ class ClusterClient(Handle):
                     raise one.error  # the new owners get all of them
             return results
 
-        told: list[list[PutResult]] = [[] for _ in keys]
+        by_key: list[list[PutResult]] = [[] for _ in keys]
         for node, some, answer in self._of_owners(keys, replicas, put):
             results, broken = ([], answer) if isinstance(answer, KvError) else (answer, stream_broke(node))
             for at, result in zip_longest(some, results):
-                told[at].append(result or PutResult(keys[at], None, broken))
-        return [merged(*one, min(replicas, self._acks_max)) for one in zip(keys, told, strict=True)]
+                by_key[at].append(result or PutResult(keys[at], None, broken))
+        return [merged(*one, min(replicas, self._acks_max)) for one in zip(keys, by_key, strict=True)]
 
     def get_many_inline(
         self, wanted: Sequence[tuple[bytes, int]], *, timeout_s: float | None = None
@@ -542,13 +542,13 @@ class ClusterClient(Handle):
         while parts:
             left = set[int]()
             try:
-                told = self._each(parts, call, undo)
+                replies = self._each(parts, call, undo)
             except UsageError:
                 for _, _, answer in answers:
                     if undo is not None and not isinstance(answer, KvError):
                         undo(answer)
                 raise
-            for node, answer in told.items():
+            for node, answer in replies.items():
                 if isinstance(answer, NodeUnavailable) and not self._is_there(node):
                     left.update(parts[node])
                 else:

@@ -81,9 +81,9 @@ class ClusterPuts:
                     is_enough = True
                     until_s = min(until_s, now_s() + CLUSTER_LAST_COPY_MS / 1000)
         with self._places.lock:
-            told = self._now()
-            self._places.note_results(told)
-        return told
+            results = self._now()
+            self._places.note_results(results)
+        return results
 
     def _now(self) -> list[PutResult]:
         each = self._places.each()
@@ -172,8 +172,8 @@ def merged(key: bytes, each: Sequence[PutResult], copies: int) -> PutResult:
         if bad:
             late = [one for one in bad if isinstance(one.error, DeadlineExceeded)]
             # A put that may still succeed is not reported as failed, nor one that can't as under way.
-            told = late if len(good) + len(late) >= copies else [one for one in bad if one not in late]
-            one = (told or bad)[0]
+            final = late if len(good) + len(late) >= copies else [one for one in bad if one not in late]
+            one = (final or bad)[0]
             # The source is in use until all of them have landed.
             return one if all(other.landed_ns for other in each) else one._replace(landed_ns=0)
         there = len(each)

@@ -160,14 +160,14 @@ class Reads:
     ) -> Iterator[tuple[str, int, R | Miss]]:
         """Each node's outcomes for its keys."""
         for node, answer in self._each(parts, lambda client, some: ask(client, some, left_s)).items():
-            told: Sequence[R | Miss]
+            answered: Sequence[R | Miss]
             if isinstance(answer, KvError):
-                told = [Miss(MissReason.NODE_AWAY, str(answer))] * len(parts[node])
+                answered = [Miss(MissReason.NODE_AWAY, str(answer))] * len(parts[node])
             else:
-                told = answer
-                if any(isinstance(one, Miss) and one.reason is MissReason.NODE_AWAY for one in told):
+                answered = answer
+                if any(isinstance(one, Miss) and one.reason is MissReason.NODE_AWAY for one in answered):
                     self._silent.suspect(node)
-            for at, outcome in zip(parts[node], told, strict=True):
+            for at, outcome in zip(parts[node], answered, strict=True):
                 yield node, at, outcome
 
     def _put_back(

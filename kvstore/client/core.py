@@ -85,8 +85,8 @@ class Unlinked:
     def lose(self, error: KvError) -> None:
         """End them all, and every later one."""
         self.error = error
-        told, self.operations = list(self.operations.values()), {}
-        for operation in told:
+        lost, self.operations = list(self.operations.values()), {}
+        for operation in lost:
             operation.lost(error)
 
 
@@ -225,11 +225,11 @@ class Core(Handle):
     # --- calls about puts and gets
 
     def abort(
-        self, link: Link, leases: Sequence[Leased], told: Callable[[Collection[int]], None]
+        self, link: Link, leases: Sequence[Leased], report: Callable[[Collection[int]], None]
     ) -> threading.Event:
         """Return leases; the event is set once the node has them, or the link has ended without an answer.
 
-        `told` is called, with the lock held, with the generations of expired leases: their words have been put.
+        `report` is called, with the lock held, with the generations of expired leases: their words have been put.
         """
         over = threading.Event()
         if link.error is not None or not leases:
@@ -247,7 +247,7 @@ class Core(Handle):
                 self.lose(link, NodeUnavailable("The node did not accept returned leases."))
             else:
                 with self.lock:
-                    told(answered.result().expired)
+                    report(answered.result().expired)
             over.set()
 
         call.add_done_callback(check)

@@ -344,8 +344,8 @@ class Get:
             self._call.lost(error)
         self._miss_the_rest(Miss(MissReason.NODE_AWAY, str(error)))
         if self._lost is not None and self._is_taken():
-            told, self._lost = self._lost, None
-            told(self._collect(len(self._blocks)), error)
+            report, self._lost = self._lost, None
+            report(self._collect(len(self._blocks)), error)
         self._end_if_over()
 
     def _is_taken(self) -> bool:
@@ -398,9 +398,9 @@ class Get:
         if self._link.is_sure:
             self._release()
         if self._cancelling and self._lost is not None and self._is_taken():
-            told, self._lost = self._lost, None
+            report, self._lost = self._lost, None
             if any(isinstance(one, Miss) and one.reason is MissReason.NODE_AWAY for one in self._outcomes):
-                told(self._outcomes, DeadlineExceeded("A block did not arrive in time."))
+                report(self._outcomes, DeadlineExceeded("A block did not arrive in time."))
         if self._ended is not None:
             self._ended(self._outcomes)
 

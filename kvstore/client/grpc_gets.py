@@ -42,7 +42,7 @@ def get_inside(
     """
     outcomes: list[Hit | Miss | None] = [None] * len(blocks)
     refusals: dict[int, Miss] = {}
-    left, told, again = list(range(len(blocks))), 0, Again(until_ns)
+    left, reported, again = list(range(len(blocks))), 0, Again(until_ns)
     while left and (left_s := again.left_s()) > 0:
         some, left = left, []
         for i, outcome in zip(
@@ -53,12 +53,12 @@ def get_inside(
                 left.append(i)
                 continue
             outcomes[i] = outcome
-            while told < len(blocks) and (known := outcomes[told]) is not None:
+            while reported < len(blocks) and (known := outcomes[reported]) is not None:
                 yield known
-                told += 1
+                reported += 1
         if left:
             again.pause()
-    for i in range(told, len(blocks)):
+    for i in range(reported, len(blocks)):
         yield outcomes[i] or refusals.get(i, _NOT_CALLED)
 
 

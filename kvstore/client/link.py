@@ -250,12 +250,12 @@ class Link:
         if answer.HasField("puts") and self.mapped.is_sure:
             self.sender = self._open_sender(answer.puts)
 
-    def _open_direct(self, told: pb.SharedMemory) -> DirectReads | None:
+    def _open_direct(self, offered: pb.SharedMemory) -> DirectReads | None:
         hot, directory, slots = self.mapped.hot, self.mapped.directory, self.mapped.slots
         if hot is None or directory is None or slots is None:
             return None
         try:
-            return DirectReads(directory, hot, address_of(slots.memory) + told.log_offset, told.owner)
+            return DirectReads(directory, hot, address_of(slots.memory) + offered.log_offset, offered.owner)
         except FabricError:
             return None  # of another version
 
@@ -399,9 +399,9 @@ class Link:
             # Some providers keep a peer's address until the domain is closed.
             with contextlib.suppress(FabricError):
                 self._fabric.remove_peer(self.peer)
-        told = list(self.operations.values())
+        notified = list(self.operations.values())
         self.operations.clear()
-        for operation in told:
+        for operation in notified:
             operation.lost(error)
 
     def _close_memory(self) -> None:

@@ -40,17 +40,17 @@ __all__ = ["Following", "is_in_cluster", "map_of"]
 log = logging.getLogger(__name__)
 
 
-def map_of(told: pb.MapResponse) -> Map:
+def map_of(answer: pb.MapResponse) -> Map:
     """The map that a node sent; ConfigError if it is invalid."""
     members, absent = (
         [
             Member(one.name, one.node, one.weight, one.version, DRAINING if one.draining else "", one.zone)
             for one in some
         ]
-        for some in (told.members, told.absent)
+        for some in (answer.members, answer.absent)
     )
-    placed_as = told.placed_as if told.HasField("placed_as") else None
-    return Map.of(told.revision, members, told.members_digest, placed_as, absent, told.lots or LOTS)
+    placed_as = answer.placed_as if answer.HasField("placed_as") else None
+    return Map.of(answer.revision, members, answer.members_digest, placed_as, absent, answer.lots or LOTS)
 
 
 def is_in_cluster(reach: Reach) -> bool:
@@ -173,25 +173,25 @@ class Following:
             self._unknown.add(node)
             log.warning("%s does not support clusters. The map is requested from other nodes.", node)
 
-    def takes(self, asked: _Asked, told: pb.MapResponse) -> bool:
+    def takes(self, asked: _Asked, reported: pb.MapResponse) -> bool:
         """Take a node's answer; False if another node is followed, or none any more."""
         with self.changed:
             if self._closed or self._first not in {None, asked}:
                 return False
-            self.is_clustered, self.node = self.is_clustered or told.clustered, asked.node
-            self.replicas = min(told.replicas, REPLICAS_MAX)
-            if told.clustered and not told.members and not self._first and not self._map.revision:
+            self.is_clustered, self.node = self.is_clustered or reported.clustered, asked.node
+            self.replicas = min(reported.replicas, REPLICAS_MAX)
+            if reported.clustered and not reported.members and not self._first and not self._map.revision:
                 return True  # it has no map yet, another node may have one
             self._first = asked
             self.changed.notify_all()
-        self._take(told)
+        self._take(reported)
         return True
 
-    def _take(self, told: pb.MapResponse) -> None:
-        if told.revision <= self._map.revision or not told.members:
+    def _take(self, reported: pb.MapResponse) -> None:
+        if reported.revision <= self._map.revision or not reported.members:
             return  # an empty map helps no client
         try:
-            now = map_of(told)
+            now = map_of(reported)
         except ConfigError as error:
             log.warning("A node sent an invalid map: %s", error)
             return
@@ -241,11 +241,11 @@ class _Asked:
                 if self._is_cancelled:
                     call.cancel()
                 try:
-                    for told in call:
+                    for reported in call:
                         watchdog.fed(2 * WATCH_HEARTBEAT_MS / 1000)
-                        if not self._following.takes(self, told):
+                        if not self._following.takes(self, reported):
                             call.cancel()
-                        elif not told.clustered:
+                        elif not reported.clustered:
                             return _End.NO_CLUSTER
                 finally:
                     self._call = None

@@ -100,12 +100,12 @@ class ObservingCalls:
         with self._calling("Watching"):
             call = self._stub.Watch(pb.WatchRequest(tenant=self._tenant), timeout=timeout_s)
             try:
-                for told in call:
-                    dropped = told.dropped
-                    for event in told.events:
+                for batch in call:
+                    dropped = batch.dropped
+                    for event in batch.events:
                         yield _happened(event, dropped)
                         dropped = 0
-                    if not told.events:
+                    if not batch.events:
                         yield None
             except grpc.RpcError as failure:
                 if (

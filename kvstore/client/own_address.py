@@ -100,12 +100,12 @@ class OwnSide:
         return endpoint, SocketAddress(ip, SocketAddress.of(endpoint.address()).port).encoded
 
     @staticmethod
-    def add_peer(fabric: Fabric, told: bytes) -> int:
+    def add_peer(fabric: Fabric, address: bytes) -> int:
         """Insert the node's address into the address vector; ProtocolError if it is invalid."""
         if fabric.ip_version == 0:
-            return fabric.add_peer(told)
+            return fabric.add_peer(address)
         try:
-            node = SocketAddress.of(told)
+            node = SocketAddress.of(address)
             known_as = node.packed(fabric.ip_version)
         except ValueError as error:
             raise ProtocolError(f"The node's fabric address is not valid here: {error}.") from None

@@ -195,7 +195,7 @@ class ArmedPuts:
         self._failures[i] = error
         # Whatever the node did with the block, the source is free.
         self._group.land(i, event.time_ns)
-        self._link.failures.ask(event.value >> _CODE_BITS, lambda told: self._failed(i, told or error))
+        self._link.failures.ask(event.value >> _CODE_BITS, lambda found: self._failed(i, found or error))
 
     def _failed(self, i: int, error: KvError) -> None:
         if not self._group.row(i).over:

@@ -83,14 +83,14 @@ class Asked:
         kind: Kind,
         blocks: int,
         request_id: str,
-        told: pb.LookupsByCaller | None,
+        message: pb.LookupsByCaller | None,
     ) -> None:
         self._lookups = lookups
-        self._kind, self._blocks, self._request_id, self._reported = kind, blocks, request_id, told
+        self._kind, self._blocks, self._request_id, self._reported = kind, blocks, request_id, message
         self._began_ns = lookups.clock.monotonic_ns()
         self.metadata: Metadata = ((REQUEST_HEADER, request_id),)
-        if told is not None:
-            self.metadata = (*self.metadata, (LOOKUPS_HEADER, told.SerializeToString()))
+        if message is not None:
+            self.metadata = (*self.metadata, (LOOKUPS_HEADER, message.SerializeToString()))
 
     def failed(self, error: KvError) -> None:
         """The look-up was not answered, or was refused."""
@@ -130,11 +130,11 @@ class ClientLookups:
             outcome = Outcome.BUSY if isinstance(error, Overloaded) else Outcome.NODE_AWAY
             self._note(request_id, kind, began_ns, [Run(blocks, outcome)], error)
 
-    def again(self, told: pb.LookupsByCaller) -> None:
+    def again(self, message: pb.LookupsByCaller) -> None:
         """Reports carried by a failed call wait for the next one."""
         with self._lock:
             left = LOOKUPS_WAITING_MAX - len(self._waiting)
-            self._waiting.extendleft(reversed(told.lookups[max(0, len(told.lookups) - left) :]))
+            self._waiting.extendleft(reversed(message.lookups[max(0, len(message.lookups) - left) :]))
 
     def lost(
         self,
@@ -168,8 +168,8 @@ class ClientLookups:
         if not self._waiting:  # without the lock: a call that misses one reports it next time
             return None
         with self._lock:
-            told = pb.LookupsByCaller(sent_unix_ms=self.clock.wall_ms())
-            left_bytes = LOOKUPS_REPORTED_BYTES_MAX - told.ByteSize()
+            message = pb.LookupsByCaller(sent_unix_ms=self.clock.wall_ms())
+            left_bytes = LOOKUPS_REPORTED_BYTES_MAX - message.ByteSize()
             while self._waiting and (left_bytes := left_bytes - self._waiting[0].ByteSize() - 4) >= 0:
-                told.lookups.append(self._waiting.popleft())
-        return told
+                message.lookups.append(self._waiting.popleft())
+        return message

@@ -262,12 +262,12 @@ class Session:
         """
         answer = self._get(0)
         turns = _turns(answer)
-        told, token = [], 0
+        rows, token = [], 0
         ends = [*(turn.first_block for turn in turns), answer.blocks][1:]
         for turn, end in zip(turns, ends, strict=True):
-            told.append(TurnInfo(range(turn.first_block, end), range(token, token + turn.tokens), turn.at_ms))
+            rows.append(TurnInfo(range(turn.first_block, end), range(token, token + turn.tokens), turn.at_ms))
             token += turn.tokens
-        return SessionInfo(answer.blocks, token, tuple(told), answer.expires_unix_ms)
+        return SessionInfo(answer.blocks, token, tuple(rows), answer.expires_unix_ms)
 
     def keys(self) -> list[bytes]:
         """The keys of its blocks, in order.

@@ -57,40 +57,40 @@ class MappedMemory:
     is_sure: bool = True  # the node has confirmed `slots`: else none is used, nor over the fabric
 
 
-def map_shared(told: pb.SharedMemory, puts: pb.PutArea) -> MappedMemory:
+def map_shared(offered: pb.SharedMemory, puts: pb.PutArea) -> MappedMemory:
     """Map the memory announced by an attach, as far as it is on this machine and accessible."""
     memory = MappedMemory()
     with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as to_node:
         to_node.settimeout(SHARE_CALL_MS / 1000)
-        to_node.connect(f"\0{told.socket}")
-        to_node.sendall(told.pass_once)
+        to_node.connect(f"\0{offered.socket}")
+        to_node.sendall(offered.pass_once)
         has, fds, _, _ = socket.recv_fds(to_node, 1, _FDS_MAX, socket.MSG_CMSG_CLOEXEC)
         try:
             if has and has[0] & HAS_HOT and fds:
-                memory.hot = _mapped(fds[0], told.size_bytes, mmap.PROT_READ)
+                memory.hot = _mapped(fds[0], offered.size_bytes, mmap.PROT_READ)
             if has and has[0] & HAS_DIRECTORY and len(fds) > 1:
-                memory.directory = _mapped(fds[1], told.directory_bytes, mmap.PROT_READ)
-            if has and has[0] & HAS_SLOTS and len(fds) >= _SLOTS_FDS and _fit(told, puts):
-                _map_slots(to_node, told, fds[-_SLOTS_FDS:], memory)
+                memory.directory = _mapped(fds[1], offered.directory_bytes, mmap.PROT_READ)
+            if has and has[0] & HAS_SLOTS and len(fds) >= _SLOTS_FDS and _fit(offered, puts):
+                _map_slots(to_node, offered, fds[-_SLOTS_FDS:], memory)
         finally:
             for fd in fds:
                 os.close(fd)
     return memory
 
 
-def _fit(told: pb.SharedMemory, puts: pb.PutArea) -> bool:
+def _fit(offered: pb.SharedMemory, puts: pb.PutArea) -> bool:
     slots_end = puts.slots - puts.flags + puts.count * puts.slot_bytes
     return (
         puts.count * _WORD_BYTES <= puts.slots - puts.flags
-        and slots_end <= told.words_offset
-        and told.words_offset + GRANTED_PUTS * _WORD_BYTES <= told.rows_offset
-        and told.rows_offset + ACK_WORDS * ROW_BYTES <= told.slots_bytes
-        and (not told.directory_bytes or told.log_offset + LOG_BYTES <= told.slots_bytes)
+        and slots_end <= offered.words_offset
+        and offered.words_offset + GRANTED_PUTS * _WORD_BYTES <= offered.rows_offset
+        and offered.rows_offset + ACK_WORDS * ROW_BYTES <= offered.slots_bytes
+        and (not offered.directory_bytes or offered.log_offset + LOG_BYTES <= offered.slots_bytes)
     )
 
 
-def _map_slots(to_node: socket.socket, told: pb.SharedMemory, fds: list[int], into: MappedMemory) -> None:
-    memory = _mapped(fds[0], told.slots_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+def _map_slots(to_node: socket.socket, offered: pb.SharedMemory, fds: list[int], into: MappedMemory) -> None:
+    memory = _mapped(fds[0], offered.slots_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
     if memory is None:
         return
     node_doorbell = os.dup(fds[1])
@@ -99,7 +99,7 @@ def _map_slots(to_node: socket.socket, told: pb.SharedMemory, fds: list[int], in
     except OSError:
         os.close(node_doorbell)
         raise
-    slots = MappedSlots(memory, told.words_offset, told.rows_offset, node_doorbell, own_doorbell)
+    slots = MappedSlots(memory, offered.words_offset, offered.rows_offset, node_doorbell, own_doorbell)
     into.is_sure = False
     try:
         to_node.sendall(MAPPED)

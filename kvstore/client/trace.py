@@ -161,14 +161,14 @@ def _thresholds(low: int, high: int) -> str:
 def _firings(blocks: Sequence[Block], results: Sequence[PutResult]) -> Iterator[Seen]:
     """Yield the events of each threshold that fired."""
     for one in firings(blocks, results):
-        told = [_thresholds(one.low, one.high)]
+        details = [_thresholds(one.low, one.high)]
         if one.failed:
-            told.append(f"{one.failed} failed")
+            details.append(f"{one.failed} failed")
         else:
-            told.append(f"landed after {_ms(one.landed_ns - one.fired_ns)}")
+            details.append(f"landed after {_ms(one.landed_ns - one.fired_ns)}")
             if one.durability > Durability.LANDED:
-                told.append(f"{one.durability.name.lower()} after {_ms(one.durable_ns - one.fired_ns)}")
-        yield Seen(Step.FIRED, one.fired_ns, one.blocks, one.size_bytes, detail=", ".join(told))
+                details.append(f"{one.durability.name.lower()} after {_ms(one.durable_ns - one.fired_ns)}")
+        yield Seen(Step.FIRED, one.fired_ns, one.blocks, one.size_bytes, detail=", ".join(details))
 
 
 def _ms(duration_ns: int) -> str:

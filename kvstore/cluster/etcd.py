@@ -250,10 +250,10 @@ class Etcd:
                 done, _ = await asyncio.wait([reading], timeout=left_s)
                 if not done:
                     return
-                told = await self._within(channel, reading)
-                if told is grpc.aio.EOF or told.canceled:
+                response = await self._within(channel, reading)
+                if response is grpc.aio.EOF or response.canceled:
                     raise self._failed(channel, "it ended the watch of the list")
-                for revision, events in groupby(told.events, lambda event: event.kv.mod_revision):
+                for revision, events in groupby(response.events, lambda event: event.kv.mod_revision):
                     for event in events:
                         if event.type == _DELETED:
                             values.pop(event.kv.key, None)

@@ -69,9 +69,9 @@ class Member:
     def decoded(cls, data: bytes) -> Member:
         """ConfigError if it is invalid. Unknown fields of later versions are ignored."""
         try:
-            told = json.loads(data)
-            told = {"state": "", "zone": "", "replicas": 0} | told  # earlier versions don't have these
-            known: dict[str, Any] = {one.name: _typed(one.type, told[one.name]) for one in fields(cls)}
+            values = json.loads(data)
+            values = {"state": "", "zone": "", "replicas": 0} | values  # earlier versions don't have these
+            known: dict[str, Any] = {one.name: _typed(one.type, values[one.name]) for one in fields(cls)}
             return cls(**known)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError("The member's record is invalid.") from error

@@ -484,13 +484,13 @@ class Membership:
     def _take_lots(self, listed: Listed) -> None:
         """Take the number of lots; ConfigError if its record can't be read."""
         record, _ = listed.values.get(self._folder + _LOTS, (b"", 0))
-        told = lots_in(record) if record else 0
-        lots = History.of(listed.values, self._etcd.reach.history).lots or told
+        recorded = lots_in(record) if record else 0
+        lots = History.of(listed.values, self._etcd.reach.history).lots or recorded
         if lots:
             self.lots = lots
         elif not self.lots and listed.values:
             self.lots = LOTS
-        self._lacks_lots = not told and self.lots != LOTS
+        self._lacks_lots = not recorded and self.lots != LOTS
 
     def _is_held_back(self, members: Iterable[Member]) -> bool:
         """Whether missing members may be back in a moment: all of them after etcd is back, otherwise all but the first.

@@ -43,9 +43,9 @@ def show(reach: Reach, *, as_json: bool) -> int:
 
     If nodes keep up copies, each is asked for its progress.
     """
-    told = _ask_any(reach)
-    now = map_of(told)
-    each = _upkeep(reach, now) if told.HasField("upkeep") else {}
+    reported = _ask_any(reach)
+    now = map_of(reported)
+    each = _upkeep(reach, now) if reported.HasField("upkeep") else {}
     if as_json:
         members = [
             {
@@ -61,28 +61,28 @@ def show(reach: Reach, *, as_json: bool) -> int:
             for one, share in zip(now.members, now.shares(), strict=True)
         ]
         said = {
-            "in_cluster": told.clustered,
+            "in_cluster": reported.clustered,
             "revision": now.revision,
             "lots": now.lots,
             "members": members,
             "absent": [{"name": one.name, "node": one.node, "version": one.version} for one in now.absent],
             "read_first": {"zone": reach.zone, "nodes": _read_first(reach, now)},
-            "etcd_unreachable_ms": told.etcd_away_ms,
-            "not_a_member_because": told.outside,
+            "etcd_unreachable_ms": reported.etcd_away_ms,
+            "not_a_member_because": reported.outside,
         }
         print(json.dumps(said, indent=2))  # noqa: T201 - a command prints
-    elif not told.clustered:
+    elif not reported.clustered:
         print("The node is in no cluster.")  # noqa: T201
     else:
-        print(_text(reach, now, told, each))  # noqa: T201
-    return Status.NO if not told.clustered or told.outside else Status.DONE
+        print(_text(reach, now, reported, each))  # noqa: T201
+    return Status.NO if not reported.clustered or reported.outside else Status.DONE
 
 
 def zones(reach: Reach) -> dict[str, str]:
     """The zone of each member of the cluster of the first node that answers; if it is in none, of the named nodes."""
-    told = _ask_any(reach)
-    if told.clustered and told.members:
-        return {one.node: one.zone for one in told.members}
+    reported = _ask_any(reach)
+    if reported.clustered and reported.members:
+        return {one.node: one.zone for one in reported.members}
     return dict.fromkeys(reach.nodes, "")
 
 
@@ -105,9 +105,9 @@ def _ask(reach: Reach, node: str) -> pb.MapResponse:
     with open_channel(reach.at(node)) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
         call = stub.Map(pb.MapRequest(tenant=reach.tenant, places_by_lots=True), timeout=reach.call_timeout_s)
-        told: pb.MapResponse = next(call)
+        reported: pb.MapResponse = next(call)
         call.cancel()
-        return told
+        return reported
 
 
 def _upkeep(reach: Reach, now: Map) -> dict[str, pb.UpkeepState | None]:
@@ -115,10 +115,10 @@ def _upkeep(reach: Reach, now: Map) -> dict[str, pb.UpkeepState | None]:
 
     def ask(node: str) -> pb.UpkeepState | None:
         try:
-            told = _ask(reach, node)
+            reported = _ask(reach, node)
         except grpc.RpcError:
             return None
-        return told.upkeep if told.HasField("upkeep") else None
+        return reported.upkeep if reported.HasField("upkeep") else None
 
     nodes = [one.node for one in now.members]
     with ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE) as threads:
@@ -146,7 +146,7 @@ def _zone_line(reach: Reach, now: Map) -> str:
     return f"zone {reach.zone}, set for this client, has no node to read from: reads use the first owners"
 
 
-def _text(reach: Reach, now: Map, told: pb.MapResponse, each: Mapping[str, pb.UpkeepState | None]) -> str:
+def _text(reach: Reach, now: Map, reported: pb.MapResponse, each: Mapping[str, pb.UpkeepState | None]) -> str:
     rows = [("node", "name", "weight", "users", "version", "zone")]
     rows += [
         (one.node, one.name, str(one.weight), one.state or f"{share:.1%}", one.version, one.zone)
@@ -159,10 +159,12 @@ def _text(reach: Reach, now: Map, told: pb.MapResponse, each: Mapping[str, pb.Up
     lines += _upkeep_lines(each)
     if reach.zone:
         lines.append(_zone_line(reach, now))
-    if told.outside:
-        lines.append(f"The contacted node is not a member: {told.outside}.")
-    if told.etcd_away_ms:
-        lines.append(f"etcd has not answered it for {told.etcd_away_ms / 1000:.1f} s; the map is as it was.")
+    if reported.outside:
+        lines.append(f"The contacted node is not a member: {reported.outside}.")
+    if reported.etcd_away_ms:
+        lines.append(
+            f"etcd has not answered it for {reported.etcd_away_ms / 1000:.1f} s; the map is as it was."
+        )
     return "\n".join(lines)
 
 
@@ -207,7 +209,7 @@ def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
         stub = upkeep_pb2_grpc.UpkeepStub(channel)  # type: ignore[no-untyped-call]
         while True:
             try:
-                told: upkeep_pb2.DrainResponse = stub.Drain(
+                reported: upkeep_pb2.DrainResponse = stub.Drain(
                     upkeep_pb2.DrainRequest(undo=undo), timeout=reach.call_timeout_s
                 )
             except grpc.RpcError as error:
@@ -215,29 +217,34 @@ def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
             if undo:
                 print(json.dumps({"node": node}) if as_json else f"{node} is an ordinary member again.")  # noqa: T201
                 return Status.DONE
-            if told.looked and told.left <= told.unsure + told.full and not told.users_left:
+            if (
+                reported.looked
+                and reported.left <= reported.unsure + reported.full
+                and not reported.users_left
+            ):
                 break  # what is left can't be copied
             threading.Event().wait(DRAIN_LOOK_S)
     if as_json:
-        said = {"node": node, "left": told.left, "unsure": told.unsure, "full": told.full}
-        said["unnamed_sessions"] = told.unnamed_sessions
+        said = {"node": node, "left": reported.left, "unsure": reported.unsure, "full": reported.full}
+        said["unnamed_sessions"] = reported.unnamed_sessions
         print(json.dumps(said))  # noqa: T201
-    elif told.left > told.unsure:
-        print(f"{node} has {told.left - told.unsure} blocks for which the others have no room: add a node.")  # noqa: T201
-    elif told.unsure:
+    elif reported.left > reported.unsure:
+        left = reported.left - reported.unsure
+        print(f"{node} has {left} blocks for which the others have no room: add a node.")  # noqa: T201
+    elif reported.unsure:
         print(  # noqa: T201
-            f"The other nodes have all blocks of {node} except {told.unsure} that may have been deleted while it was"
-            " away. If it is stopped, these are lost unless they are put again."
+            f"The other nodes have all blocks of {node} except {reported.unsure} that may have been deleted while it"
+            " was away. If it is stopped, these are lost unless they are put again."
         )
     else:
         print(f"The other nodes have all blocks of {node}: it may be stopped.")  # noqa: T201
-    if told.unnamed_sessions and not as_json:
+    if reported.unnamed_sessions and not as_json:
         print(  # noqa: T201
-            f"{counted(told.unnamed_sessions, 'session')} of users who used none since {node} started"
-            f" {'was' if told.unnamed_sessions == 1 else 'were'} not moved: `kvstore sessions copy --node {node} --user"
-            " USER` moves those of a user."
+            f"{counted(reported.unnamed_sessions, 'session')} of users who used none since {node} started"
+            f" {'was' if reported.unnamed_sessions == 1 else 'were'} not moved: `kvstore sessions copy --node {node}"
+            " --user USER` moves those of a user."
         )
-    return Status.NO if told.left else Status.DONE
+    return Status.NO if reported.left else Status.DONE
 
 
 def plan(reach: Reach, node: str, zone: str, *, as_json: bool) -> int:
@@ -245,16 +252,16 @@ def plan(reach: Reach, node: str, zone: str, *, as_json: bool) -> int:
 
     A member that is draining already counts as one that is not yet.
     """
-    told = _ask_any(reach)
-    now = map_of(told)
-    if not told.clustered or not now.members:
+    reported = _ask_any(reach)
+    now = map_of(reported)
+    if not reported.clustered or not now.members:
         print(json.dumps({"in_cluster": False}) if as_json else "The node is in no cluster.")  # noqa: T201
         return Status.NO
     members = [replace(one, state="") if one.node == node else one for one in now.members]
     now = Map.of(now.revision, members, lots=now.lots)
     if zone and any(one.node == node for one in members):
         raise ConfigError(f"{node} is a member, with a zone of its own: leave out --zone.")
-    after, replicas = with_change(now, node, zone), max(1, told.upkeep.replicas)
+    after, replicas = with_change(now, node, zone), max(1, reported.upkeep.replicas)
     with ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE) as threads:
         nodes = [one.node for one in now.members]
         each = dict(zip(nodes, threads.map(lambda one: _stored_bytes(reach, one), nodes), strict=True))
@@ -281,7 +288,7 @@ def plan(reach: Reach, node: str, zone: str, *, as_json: bool) -> int:
     print(f"If {node} {change}:\n{_table(table)}")  # noqa: T201
     if silent := [one for one, some in each.items() if some is None]:
         print(f"Not answering, and counted as average nodes: {', '.join(silent)}.")  # noqa: T201
-    if told.HasField("upkeep"):
+    if reported.HasField("upkeep"):
         print(f"The copies take {planned.seconds} s or more, at {UPKEEP_BYTES_PER_S >> 20} MiB/s a node.")  # noqa: T201
     else:
         print("The nodes keep up no copies (--cluster-replicas), so nothing is copied.")  # noqa: T201
@@ -293,10 +300,10 @@ def _stored_bytes(reach: Reach, node: str) -> int | None:
     with open_channel(reach.at(node)) as channel:
         stub = kvstore_pb2_grpc.KvStoreStub(channel)  # type: ignore[no-untyped-call]
         try:
-            told = stub.Status(kvstore_pb2.StatusRequest(), timeout=reach.call_timeout_s)
+            reported = stub.Status(kvstore_pb2.StatusRequest(), timeout=reach.call_timeout_s)
         except grpc.RpcError:
             return None
-    return int(told.capacity_bytes - told.free_bytes)
+    return int(reported.capacity_bytes - reported.free_bytes)
 
 
 def forget(reach: Reach, node: str, *, as_json: bool) -> int:
@@ -306,16 +313,16 @@ def forget(reach: Reach, node: str, *, as_json: bool) -> int:
         with open_channel(reach.at(asked)) as channel:
             stub = upkeep_pb2_grpc.UpkeepStub(channel)  # type: ignore[no-untyped-call]
             try:
-                told: upkeep_pb2.ForgetResponse = stub.Forget(
+                reported: upkeep_pb2.ForgetResponse = stub.Forget(
                     upkeep_pb2.ForgetRequest(node=node), timeout=reach.call_timeout_s
                 )
             except grpc.RpcError as error:
                 failure = error
                 continue
         said = f"No absent node has the address or name {node}."
-        if told.names:
+        if reported.names:
             said = f"{node} is forgotten. If it returns, start it with an empty data folder."
-        print(json.dumps({"node": node, "forgotten": list(told.names)}) if as_json else said)  # noqa: T201
-        return Status.DONE if told.names else Status.NO
+        print(json.dumps({"node": node, "forgotten": list(reported.names)}) if as_json else said)  # noqa: T201
+        return Status.DONE if reported.names else Status.NO
     assert failure is not None
     raise _explained("Forgetting the node", reach.at(reach.nodes[-1]), failure)

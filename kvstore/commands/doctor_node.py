@@ -93,14 +93,14 @@ def _check_calls(client: Client) -> Iterator[Result]:
 
 
 def _encryption(client: Client) -> Result:
-    told = client.status()
-    do = "" if told.encrypted else "Give it --master-key."
-    if told.keys_damaged:
+    status = client.status()
+    do = "" if status.encrypted else "Give it --master-key."
+    if status.keys_damaged:
         do = "kvstore keys status, on the node."
     return Result(
         "the node's encryption",
         "warn" if do else "ok",
-        encryption_line(told),
+        encryption_line(status),
         "A node with a master key encrypts stored data, and can erase a user by destroying a key.",
         do,
     )

@@ -54,20 +54,22 @@ def explain(reach: Reach, request_id: str, session: tuple[str, str], last: int, 
     with ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE) as threads:
         answers = dict(zip(names, threads.map(ask, names), strict=True))
     silent = {node: one for node, one in answers.items() if isinstance(one, KvError)}
-    told = {node: one for node, one in answers.items() if not isinstance(one, KvError)}
-    if not told:
+    reported = {node: one for node, one in answers.items() if not isinstance(one, KvError)}
+    if not reported:
         raise next(iter(silent.values()))
     for node, error in silent.items():
         print(f"kvstore: {node} did not answer: {error}", file=sys.stderr)  # noqa: T201 - its output
-    found = {node: one for node, one in told.items() if one[0].lookups}
+    found = {node: one for node, one in reported.items() if one[0].lookups}
     if not found:
         asked = " ".join(filter(None, (request_id, "/".join(filter(None, session)))))
-        kept = sum(one.kept for one, _ in told.values())
-        since_ms = min((one.earliest_unix_ms for one, _ in told.values() if one.kept), default=0)
+        kept = sum(one.kept for one, _ in reported.values())
+        since_ms = min((one.earliest_unix_ms for one, _ in reported.values() if one.kept), default=0)
         since = f" since {_date(since_ms)}" if since_ms else ""
-        who, these = ("The node remembers", "this node") if len(told) == 1 else ("The nodes remember", "them")
+        who, these = (
+            ("The node remembers", "this node") if len(reported) == 1 else ("The nodes remember", "them")
+        )
         if as_json:
-            print(json.dumps(_documents(told, names), indent=2))  # noqa: T201 - its output
+            print(json.dumps(_documents(reported, names), indent=2))  # noqa: T201 - its output
         missing = f"{who} no look-up{f' of {asked}' if asked else ''}"
         if kept:
             others = f"{kept} of this tenant{since}"
@@ -94,39 +96,41 @@ def _elsewhere(lookups: Sequence[Sequence[Lookup]]) -> str:
 
 
 def _documents(
-    told: Mapping[str, tuple[LookedUp, StatisticsResponse]], names: Sequence[str]
+    reported: Mapping[str, tuple[LookedUp, StatisticsResponse]], names: Sequence[str]
 ) -> dict[str, object]:
     """The only node's answer, or each node's by its address."""
-    said = {node: document(*one) for node, one in told.items()}
+    said = {node: document(*one) for node, one in reported.items()}
     return dict(said) if len(names) > 1 else next(iter(said.values()))
 
 
-def document(told: LookedUp, statistics: StatisticsResponse) -> dict[str, object]:
+def document(reported: LookedUp, statistics: StatisticsResponse) -> dict[str, object]:
     """For programs; `docs/seeing.md` says what the fields mean."""
     return {
-        "now_unix_ms": told.now_unix_ms,
-        "kept": told.kept,
-        "earliest_unix_ms": told.earliest_unix_ms,
-        "not_logged": told.not_logged,
-        "lookups": [lookup_document(lookup, first) for lookup, first in placed(told.lookups)],
-        "advice": advice(told.lookups, statistics) if told.lookups else [],
+        "now_unix_ms": reported.now_unix_ms,
+        "kept": reported.kept,
+        "earliest_unix_ms": reported.earliest_unix_ms,
+        "not_logged": reported.not_logged,
+        "lookups": [lookup_document(lookup, first) for lookup, first in placed(reported.lookups)],
+        "advice": advice(reported.lookups, statistics) if reported.lookups else [],
     }
 
 
-def page(told: LookedUp, statistics: StatisticsResponse) -> str:
+def page(reported: LookedUp, statistics: StatisticsResponse) -> str:
     """For people."""
     lines = []
     request_id: str | None = None
-    for lookup, first in placed(told.lookups):
+    for lookup, first in placed(reported.lookups):
         if lookup.request_id != request_id:
             request_id = lookup.request_id
             lines += ["", f"request {printable(request_id) or '(the caller gave no id)'}"]
-        lines += _lookup_lines(lookup, first, told.now_unix_ms)
-    lines += ["", *(f"What to do: {one}" for one in advice(told.lookups, statistics))]
-    if len(told.lookups) >= LOOKUPS_LISTED_MAX:
+        lines += _lookup_lines(lookup, first, reported.now_unix_ms)
+    lines += ["", *(f"What to do: {one}" for one in advice(reported.lookups, statistics))]
+    if len(reported.lookups) >= LOOKUPS_LISTED_MAX:
         lines.append(f"(There may be more: the last {LOOKUPS_LISTED_MAX} are shown.)")
-    if told.not_logged:
-        lines.append(f"({told.not_logged} look-ups of the node are not in its log; a restart loses them.)")
+    if reported.not_logged:
+        lines.append(
+            f"({reported.not_logged} look-ups of the node are not in its log; a restart loses them.)"
+        )
     return "\n".join(lines[1:])
 
 

@@ -73,27 +73,27 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     """The node to ask: the only one, or the user's home."""
     from kvstore.commands.sessions_command import Asked
 
-    told = reach(arguments)
-    if arguments.user and len(told.nodes) > 1:
+    reached = reach(arguments)
+    if arguments.user and len(reached.nodes) > 1:
         from kvstore.client import Nodes
 
-        with Nodes(told) as nodes:
-            told = told.at(nodes.home(arguments.user))
-    return Asked(told, arguments.user)
+        with Nodes(reached) as nodes:
+            reached = reached.at(nodes.home(arguments.user))
+    return Asked(reached, arguments.user)
 
 
 def _of_each(arguments: argparse.Namespace, show: Callable[[Client], int]) -> int:
     """Ask each of the nodes in turn; the worst of their exit statuses."""
     from kvstore.client import Client
 
-    told = reach(arguments)
-    if arguments.json and len(told.nodes) > 1:
+    reached = reach(arguments)
+    if arguments.json and len(reached.nodes) > 1:
         raise ConfigError("--json shows one node at a time.")
     worst = 0
-    for node in told.nodes:
-        if len(told.nodes) > 1:
+    for node in reached.nodes:
+        if len(reached.nodes) > 1:
             print(f"{node}:")  # noqa: T201 - a command prints
-        with Client(told.at(node)) as client:
+        with Client(reached.at(node)) as client:
             worst = max(worst, show(client))
     return worst
 

@@ -41,68 +41,68 @@ _DRIVE_HEADS = ("drive", "blocks", "used", "free", "takes puts", "")
 
 def stats(client: Client, *, as_json: bool) -> int:
     """Print them; the exit status."""
-    told, status = client.statistics(), client.status()
-    document = {**numbers(told), "encryption": encryption(status)}
-    page = f"Encryption: {encryption_line(status)}\n{_stats_page(told)}"
+    statistics, status = client.statistics(), client.status()
+    document = {**numbers(statistics), "encryption": encryption(status)}
+    page = f"Encryption: {encryption_line(status)}\n{_stats_page(statistics)}"
     print(json.dumps(document, indent=2) if as_json else page)  # noqa: T201 - its output
     return 0
 
 
-def encryption(told: StatusResponse) -> dict[str, object]:
+def encryption(status: StatusResponse) -> dict[str, object]:
     """Whether a node encrypts, and with which keys, which only an observer is told."""
     return {
-        "on": told.encrypted,
-        "keys": told.keys,
-        "keys_damaged": told.keys_damaged,
-        "master_key": told.master_key,
+        "on": status.encrypted,
+        "keys": status.keys,
+        "keys_damaged": status.keys_damaged,
+        "master_key": status.master_key,
     }
 
 
-def encryption_line(told: StatusResponse) -> str:
+def encryption_line(status: StatusResponse) -> str:
     """The same as a line of text."""
-    if not told.encrypted:
+    if not status.encrypted:
         return "off: stored data is in the clear on the drives (kvstore serve --master-key)"
-    if not told.master_key:
+    if not status.master_key:
         return "on"
-    damaged = f", {told.keys_damaged} slots damaged (kvstore keys status)" if told.keys_damaged else ""
-    return f"on, {told.keys} keys, sealed with master key {printable(told.master_key)}{damaged}"
+    damaged = f", {status.keys_damaged} slots damaged (kvstore keys status)" if status.keys_damaged else ""
+    return f"on, {status.keys} keys, sealed with master key {printable(status.master_key)}{damaged}"
 
 
-def numbers(told: StatisticsResponse) -> dict[str, object]:
+def numbers(statistics: StatisticsResponse) -> dict[str, object]:
     """All figures under the names of the proto; misses and evictions by reason; None for what is not counted."""
     found: dict[str, object] = {}
-    for field in told.DESCRIPTOR.fields:
+    for field in statistics.DESCRIPTOR.fields:
         if field.name == "misses":
-            found[field.name] = reasons(told)
+            found[field.name] = reasons(statistics)
         elif field.name == "evictions":
-            found[field.name] = evictions(told)
+            found[field.name] = evictions(statistics)
         else:
-            found[field.name] = getattr(told, field.name)
-    if not told.quota_bytes:
+            found[field.name] = getattr(statistics, field.name)
+    if not statistics.quota_bytes:
         found["quota_used_bytes"] = None
     return found
 
 
-def reasons(told: StatisticsResponse) -> dict[str, int]:
+def reasons(statistics: StatisticsResponse) -> dict[str, int]:
     """Misses by reason."""
-    return {MissReason(one.reason).name.lower(): one.blocks for one in told.misses}
+    return {MissReason(one.reason).name.lower(): one.blocks for one in statistics.misses}
 
 
-def evictions(told: StatisticsResponse) -> dict[str, int]:
+def evictions(statistics: StatisticsResponse) -> dict[str, int]:
     """Evictions by reason."""
     known = blocks_pb2.GoneReason.DESCRIPTOR.values_by_number
     return {
         known[one.reason].name.removeprefix("GONE_REASON_").lower()
         if one.reason in known
         else str(one.reason): one.blocks
-        for one in told.evictions
+        for one in statistics.evictions
     }
 
 
-def _stats_page(told: StatisticsResponse) -> str:
+def _stats_page(statistics: StatisticsResponse) -> str:
     sections: dict[str, list[tuple[str, str]]] = {_SINCE: [], _NOW: [], _MINE: []}
     counters = True
-    for name, value in numbers(told).items():
+    for name, value in numbers(statistics).items():
         section = _SINCE if counters or name in _COUNTERS_TOO else _NOW
         sections[_MINE if name.startswith("quota_") else section].append((name, _shown(name, value)))
         counters = counters and name != _LAST_COUNTER
@@ -130,17 +130,17 @@ def _shown(name: str, value: object) -> str:
 
 def drives(client: Client, *, as_json: bool) -> int:
     """Print them; the exit status."""
-    told = client.status()
-    print(json.dumps(_drives_document(told), indent=2) if as_json else _drives_page(told))  # noqa: T201
+    status = client.status()
+    print(json.dumps(_drives_document(status), indent=2) if as_json else _drives_page(status))  # noqa: T201
     return 0
 
 
-def _drives_document(told: StatusResponse) -> dict[str, object]:
+def _drives_document(status: StatusResponse) -> dict[str, object]:
     return {
-        "node": told.node,
-        "version": told.version,
-        "takes_puts": not told.read_only,
-        "encrypted": told.encrypted,
+        "node": status.node,
+        "version": status.version,
+        "takes_puts": not status.read_only,
+        "encrypted": status.encrypted,
         "drives": [
             {
                 "number": one.number,
@@ -150,12 +150,12 @@ def _drives_document(told: StatusResponse) -> dict[str, object]:
                 "takes_puts": one.takes_puts,
                 "failure": one.failure,
             }
-            for one in told.drives
+            for one in status.drives
         ],
     }
 
 
-def _drives_page(told: StatusResponse) -> str:
+def _drives_page(status: StatusResponse) -> str:
     rows = [_DRIVE_HEADS]
     rows += [
         (
@@ -166,11 +166,11 @@ def _drives_page(told: StatusResponse) -> str:
             "yes" if one.takes_puts else "no",
             printable(one.failure),
         )
-        for one in told.drives
+        for one in status.drives
     ]
     lines = table(rows)
-    how = "encrypted" if told.encrypted else "not encrypted (kvstore serve --master-key)"
-    node = f"node {printable(told.node)}, version {printable(told.version)}, stored data is {how}"
+    how = "encrypted" if status.encrypted else "not encrypted (kvstore serve --master-key)"
+    node = f"node {printable(status.node)}, version {printable(status.version)}, stored data is {how}"
     return "\n".join([node, *lines])
 
 

@@ -86,9 +86,9 @@ def _less(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
     return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}
 
 
-def view(told: dict[str, object], node: str, encrypts: str) -> str:
+def view(figures: dict[str, object], node: str, encrypts: str) -> str:
     """For people; `encrypts` is the line on encryption."""
-    at = _At(told)
+    at = _At(figures)
     hits, missed = at.of("hits"), at.of("misses")
     asked = sum(hits.values()) + sum(missed.values())
     found = f"{100 * sum(hits.values()) / asked:.0f}% hit" if asked else "no gets"
@@ -116,8 +116,8 @@ def view(told: dict[str, object], node: str, encrypts: str) -> str:
 class _At:
     """Reads the result of `risen`."""
 
-    def __init__(self, told: dict[str, object]) -> None:
-        self._figures = told
+    def __init__(self, figures: dict[str, object]) -> None:
+        self._figures = figures
 
     def number(self, name: str) -> float:
         value = self._figures[name]
@@ -178,10 +178,12 @@ class Top:
                     raise
                 said = json.dumps({"unreachable": str(error)}) if as_json else f"{clear}{error}"
             else:
-                told = risen(before, now, max(1e-3, (now_ns - asked_ns) / 1e9))
-                told["encryption"] = encryption(status)
+                figures = risen(before, now, max(1e-3, (now_ns - asked_ns) / 1e9))
+                figures["encryption"] = encryption(status)
                 said = (
-                    json.dumps(told) if as_json else clear + view(told, self._node, encryption_line(status))
+                    json.dumps(figures)
+                    if as_json
+                    else clear + view(figures, self._node, encryption_line(status))
                 )
                 before, asked_ns = now, now_ns
             self._out.write(said + "\n" if as_json or clear or once else said + "\n\n")

@@ -68,8 +68,8 @@ def _by(seen: Seen) -> str:
 
 
 def _row(seen: Seen, first_ns: int) -> tuple[str, ...]:
-    told = [f"{seen.tokens} tokens"] if seen.tokens else []
-    told += [printable(seen.detail)] if seen.detail else []
+    details = [f"{seen.tokens} tokens"] if seen.tokens else []
+    details += [printable(seen.detail)] if seen.detail else []
     return (
         str(seen.step.number),
         f"{(first_ns - seen.at_ns) / 1e6:.2f}",
@@ -77,7 +77,7 @@ def _row(seen: Seen, first_ns: int) -> tuple[str, ...]:
         seen.step.sentence,
         str(seen.blocks or ""),
         show_size(seen.size_bytes) if seen.size_bytes else "",
-        ", ".join(told),
+        ", ".join(details),
     )
 
 

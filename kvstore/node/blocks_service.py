@@ -142,24 +142,26 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("explain", context, request.tenant, len(request.keys))
             check_keys(request.keys)
-            told = []
+            explanations = []
             async with self._node.turns.of(tenant.id) as turn:
                 for first in range(0, len(request.keys), TURN_STEP_BLOCKS):
                     if first:
                         await turn.next()
                     some = request.keys[first : first + TURN_STEP_BLOCKS]
                     explained = self._node.store.explain_all(tenant.id, some)
-                    told += [self._explain(tenant.id, *one) for one in zip(some, explained, strict=True)]
-            return pb.ExplainResponse(explanations=told)
+                    explanations += [
+                        self._explain(tenant.id, *one) for one in zip(some, explained, strict=True)
+                    ]
+            return pb.ExplainResponse(explanations=explanations)
         raise AssertionError
 
-    def _explain(self, tenant: bytes, key: bytes, told: Explanation) -> pb.Explanation:
-        over_ms = self._stored.never_landed_ms(tenant, key, told)
+    def _explain(self, tenant: bytes, key: bytes, explained: Explanation) -> pb.Explanation:
+        over_ms = self._stored.never_landed_ms(tenant, key, explained)
         if over_ms:
-            ago_s = (told.now_ms - over_ms) / 1000
+            ago_s = (explained.now_ms - over_ms) / 1000
             sentence = f"The block was to be put, but its lease ended {ago_s:.1f} s ago and it had not landed by then."
             return pb.Explanation(gone_unix_ms=over_ms, sentence=sentence)
-        return _explanation(told)
+        return _explanation(explained)
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
         """Protect blocks from eviction for a time."""
@@ -212,16 +214,16 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         raise AssertionError
 
 
-def _explanation(told: Explanation) -> pb.Explanation:
-    gone = told.gone
-    if told.erased_ms is not None:
+def _explanation(explained: Explanation) -> pb.Explanation:
+    gone = explained.gone
+    if explained.erased_ms is not None:
         reason = cast("pb.GoneReason", int(Reason.ERASED))
-        return pb.Explanation(gone=reason, gone_unix_ms=told.erased_ms, sentence=str(told))
-    if told.stored or gone is None:
-        return pb.Explanation(stored=told.stored, sentence=str(told))
+        return pb.Explanation(gone=reason, gone_unix_ms=explained.erased_ms, sentence=str(explained))
+    if explained.stored or gone is None:
+        return pb.Explanation(stored=explained.stored, sentence=str(explained))
     return pb.Explanation(
         gone=cast("pb.GoneReason", int(gone.reason)),
         gone_unix_ms=gone.at_ms,
         idle_ms=gone.idle_ms,
-        sentence=str(told),
+        sentence=str(explained),
     )

@@ -49,9 +49,9 @@ class NodeSpans:
         self._clock = clock
 
     @staticmethod
-    def parent_of(told: HasMetadata) -> TraceParent | None:
+    def parent_of(caller: HasMetadata) -> TraceParent | None:
         """The sampled parent span that a call names, if any."""
-        parent = parent_in(told.invocation_metadata() or ())
+        parent = parent_in(caller.invocation_metadata() or ())
         return parent if parent is not None and parent.sampled else None
 
     # --- puts

@@ -204,8 +204,8 @@ class Connection:
 
     def why_failed(self, generations: Iterable[int]) -> list[tuple[int, KvError]]:
         """Return why these puts failed, as far as known, and forget it."""
-        told = ((generation, self._failures.pop(generation, None)) for generation in generations)
-        return [(generation, error) for generation, error in told if error is not None]
+        failures = ((generation, self._failures.pop(generation, None)) for generation in generations)
+        return [(generation, error) for generation, error in failures if error is not None]
 
     def slots_not_there(self, wanted: int) -> int:
         """For how many slots memory must be allocated before this many more can be leased."""

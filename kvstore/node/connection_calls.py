@@ -47,7 +47,7 @@ async def reserve(
     durability: Durability,
     lease_ms: int,
     expires_unix_ms: int,
-    told: HasMetadata,
+    caller: HasMetadata,
     answer: Callable[[list[Leased]], object],
 ) -> None:
     """Lease a slot for each block that is not stored yet, and add the leases to the answer. All or none.
@@ -66,7 +66,7 @@ async def reserve(
     except BaseException:
         node.abort(connection, [(one.slot, one.generation) for one in leases if one])
         raise
-    _note_leases(node, connection, leases, durability, began_ns, told)
+    _note_leases(node, connection, leases, durability, began_ns, caller)
 
 
 def _note_leases(
@@ -75,11 +75,11 @@ def _note_leases(
     leases: list[Lease | None],
     durability: Durability,
     began_ns: int,
-    told: HasMetadata,
+    caller: HasMetadata,
 ) -> None:
     """Pass the leases of a call on to the session's trace and the spans."""
-    node.traces.leased(node.traces.of_call(told, connection.tenant), leases)
-    parent = None if node.spans is None else node.spans.parent_of(told)
+    node.traces.leased(node.traces.of_call(caller, connection.tenant), leases)
+    parent = None if node.spans is None else node.spans.parent_of(caller)
     if node.spans is not None and parent is not None:
         node.spans.leased(parent, began_ns, leases, durability)
 
@@ -102,7 +102,7 @@ async def fetch(
     find: Callable[[], Connection],
     count: int,
     rows_of: Callable[[slice], list[tuple[bytes, FetchRow]]],
-    told: HasMetadata,
+    caller: HasMetadata,
     *,
     called: bool,
     shares: bool = False,
@@ -120,13 +120,13 @@ async def fetch(
             _check_row(connection, fingerprint, row)
         rows += some
     connection = find()
-    trace = node.traces.of_call(told, connection.tenant)
+    trace = node.traces.of_call(caller, connection.tenant)
     seen = None
     if trace is not None:
         seen = SeenGet(trace, count, sum(row.part or row.length for _, row in rows), node.clock)
     session = None if trace is None else trace.name
     node.fetches.refuse_more(connection, count)
-    looking = node.lookups.begin(told, connection.tenant, Kind.FETCH, count, session)
+    looking = node.lookups.begin(caller, connection.tenant, Kind.FETCH, count, session)
     looking.expect()
     left = count
     try:

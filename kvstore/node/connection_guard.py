@@ -580,9 +580,9 @@ def _received_bytes(link: _Link) -> int:
     """Bytes received over a connection since it was opened."""
     with _Copy(link.fd, link.name) as ours, suppress(OSError):
         if ours is not None:
-            told = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-            if len(told) == _TCP_INFO_BYTES:
-                return int.from_bytes(told[_TCP_INFO_BYTES - 8 :], "little")
+            info = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            if len(info) == _TCP_INFO_BYTES:
+                return int.from_bytes(info[_TCP_INFO_BYTES - 8 :], "little")
     return 0
 
 

@@ -166,10 +166,10 @@ class Fetches:
         gone = self._queued.withdraw(
             connection.tenant, connection.number, lambda fetch: fetch.request.ack_generation in words
         )
-        told = [fetch.request for fetch in gone]
+        cancelled = [fetch.request for fetch in gone]
         for fetch in gone:
             self._looked(fetch.request, fetch.looking)
-        known = {request.ack_generation for request in told}
+        known = {request.ack_generation for request in cancelled}
         sending: list[int] = []
         for fetch in self._under_way.values():
             if fetch.connection is not connection or fetch.request.ack_generation not in words:
@@ -181,10 +181,10 @@ class Fetches:
                     sending.append(fetch.tag)
                 else:  # the drive still uses its memory
                     fetch.is_reported = True
-                    told.append(fetch.request)
+                    cancelled.append(fetch.request)
                     self._looked(fetch.request, fetch.looking)
         unknown = words.keys() - known
-        self._say_cancelled(connection, told)
+        self._say_cancelled(connection, cancelled)
         if called:
             self._say(connection, [(words[one], one) for one in connection.cancelled.by_rpc(unknown)])
         else:

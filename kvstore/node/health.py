@@ -79,8 +79,8 @@ class _Reflection(reflection.aio.ReflectionServicer):
             answers: Any = super().ServerReflectionInfo
             async for question in request_iterator:  # a stream may have any number of questions
                 async with self._turns.of(tenant.id, rest=3):
-                    told = [answer async for answer in answers(_only(question), context)]
-                for answer in told:
+                    received = [answer async for answer in answers(_only(question), context)]
+                for answer in received:
                     yield answer
 
 

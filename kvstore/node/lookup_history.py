@@ -76,17 +76,17 @@ class Lookups:
     # --- what happens
 
     def begin(
-        self, told: HasMetadata, tenant: bytes, kind: Kind, blocks: int, session: SessionName | None = None
+        self, caller: HasMetadata, tenant: bytes, kind: Kind, blocks: int, session: SessionName | None = None
     ) -> Looking:
         """Begin a look-up. The caller's report of look-ups that did not reach the node is recorded too."""
         request_id = ""
-        for key, value in told.invocation_metadata() or ():
+        for key, value in caller.invocation_metadata() or ():
             if key == REQUEST_HEADER and isinstance(value, str):
                 request_id = clean_id(value)
             elif key == LOOKUPS_HEADER and isinstance(value, bytes):
                 self._add_reported(tenant, value)
         whose = _NO_SESSION if session is None else session.user + session.session
-        parent = None if self.spans is None else self.spans.parent_of(told)
+        parent = None if self.spans is None else self.spans.parent_of(caller)
         return Looking(self, tenant, whose, request_id, kind, blocks, parent)
 
     def _add_reported(self, tenant: bytes, data: bytes) -> None:
@@ -95,10 +95,10 @@ class Lookups:
         except DecodeError:
             return  # the history is for people, and no reason to refuse blocks
         now_ms = self.clock.wall_ms()
-        for told in message.lookups:
-            ago_ms = min(max(0, message.sent_unix_ms - told.at_unix_ms), LOOKUP_REPORTED_LATE_MS)
-            told.at_unix_ms, told.by_caller = now_ms - ago_ms, True
-            lookup = lookup_of(told)
+        for reported in message.lookups:
+            ago_ms = min(max(0, message.sent_unix_ms - reported.at_unix_ms), LOOKUP_REPORTED_LATE_MS)
+            reported.at_unix_ms, reported.by_caller = now_ms - ago_ms, True
+            lookup = lookup_of(reported)
             self.record(
                 tenant,
                 _NO_SESSION,

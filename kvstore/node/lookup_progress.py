@@ -118,15 +118,15 @@ class Looking:
         """Note that a block is not served; find out how it was removed, if it may have been."""
         outcome = outcome_of_miss(reason)
         if reason in _MAY_HAVE_GONE and len(self._gone) < LOOKUP_MISSES_EXPLAINED_MAX:
-            told = self._lookups.store.explain(self._tenant, key)
-            gone = told.gone
+            explanation = self._lookups.store.explain(self._tenant, key)
+            gone = explanation.gone
             lease_over_ms = self._lookups.lease_over_ms(self._tenant, key)
-            if lease_over_ms > told.gone_ms:
+            if lease_over_ms > explanation.gone_ms:
                 outcome, self._gone[at] = Outcome.LEASE_EXPIRED, (lease_over_ms, 0)
             elif gone is not None:
                 outcome, self._gone[at] = _OF_GONE[gone.reason], (gone.at_ms, gone.idle_ms)
             else:
-                self._gone[at] = (told.gone_ms, 0)
+                self._gone[at] = (explanation.gone_ms, 0)
         if at == len(self.outcomes):
             self.outcomes.append(outcome)
         else:

@@ -50,8 +50,8 @@ class ObservingService(observing_pb2_grpc.ObservingServicer):
                     pb.WatchResponse()
                 )  # so that the client knows from when on it gets all events
                 while self._gate.tenants.admits(credentials, tenant.name):
-                    told = await watcher.next(WATCH_HEARTBEAT_MS / 1000)
+                    response = await watcher.next(WATCH_HEARTBEAT_MS / 1000)
                     async with deadline("A watcher"):
-                        await context.write(told)
+                        await context.write(response)
                     await asyncio.sleep(WATCH_REST_MS / 1000)
             raise TenantDenied(f"{tenant.name} is no longer a tenant of this node.")

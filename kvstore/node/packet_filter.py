@@ -82,8 +82,8 @@ NOBODY: Final = _packed(_DROP)
 def attach(ours: socket.socket, program: bytes) -> None:
     """Have the kernel run these instructions on each packet for a socket; OSError if it doesn't support them."""
     code = ctypes.create_string_buffer(program, len(program))
-    told = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
-    ours.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, told)
+    program_head = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
+    ours.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program_head)
 
 
 def detach(ours: socket.socket) -> None:

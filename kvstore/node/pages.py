@@ -121,8 +121,8 @@ def _readiness(why: str) -> Answer:
     return Answer(f"not ready: {why}\n".encode(), status=503) if why else Answer(b"ready\n")
 
 
-def _json(told: dict[str, Any]) -> Answer:
-    return Answer(json.dumps(told, separators=(",", ":")).encode(), "application/json")
+def _json(document: dict[str, Any]) -> Answer:
+    return Answer(json.dumps(document, separators=(",", ":")).encode(), "application/json")
 
 
 def _reason(text: str) -> MissReason | None:

@@ -115,18 +115,18 @@ class Sharing:
         if slots is None or self._directory is None:
             desk = None
         self._offers[one] = _Offer(connection, slots, desk, expires)
-        told = pb.SharedMemory(socket=self._name, pass_once=one)
+        message = pb.SharedMemory(socket=self._name, pass_once=one)
         if self._hot is not None:
-            told.size_bytes = self._hot.size_bytes
+            message.size_bytes = self._hot.size_bytes
         if slots is not None:
             self._slots.add(connection)
             self._places.take(connection.tenant)
-            told.slots_bytes, told.words_offset = slots.size_bytes, slots.words_offset
-            told.rows_offset = slots.rows_offset
+            message.slots_bytes, message.words_offset = slots.size_bytes, slots.words_offset
+            message.rows_offset = slots.rows_offset
             if desk is not None and self._directory is not None:
-                _, told.directory_bytes = self._directory
-                told.owner, told.log_offset = connection.tenant, slots.log_offset
-        return told
+                _, message.directory_bytes = self._directory
+                message.owner, message.log_offset = connection.tenant, slots.log_offset
+        return message
 
     def _expire(self, one: bytes) -> None:
         offer = self._offers.pop(one)

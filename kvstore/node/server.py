@@ -166,7 +166,7 @@ def _progress_shown_by(clock: Clock) -> Progress:
 
 
 def _reload(
-    told: Settings,
+    settings: Settings,
     read_again: Callable[[], Settings],
     node: Node,
     gate: Gate,
@@ -182,9 +182,9 @@ def _reload(
         later.node()
     except ConfigError as error:
         log.warning("%s The settings are unchanged.", error)
-        return told
-    now, at_a_start = told.changed(later)
-    if "tenants" in now and told.values["tenants"] is None:
+        return settings
+    now, at_a_start = settings.changed(later)
+    if "tenants" in now and settings.values["tenants"] is None:
         now.remove("tenants")
         log.warning(
             "The node was started without tenants, and stays open to all callers until it is restarted."
@@ -194,7 +194,7 @@ def _reload(
         log.warning("The node was started with tenants, and keeps its current ones until it is restarted.")
     if at_a_start:
         log.warning("%s changed; a restart is needed to apply this.", ", ".join(at_a_start))
-    counts = Settings(told.values | {name: later.values[name] for name in now}, later.file)
+    counts = Settings(settings.values | {name: later.values[name] for name in now}, later.file)
     config = counts.node()
     logging.getLogger().setLevel(config.log_level.upper())
     log.info("The settings were reloaded: %s changed.", ", ".join(now) or "nothing")
@@ -286,18 +286,18 @@ def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
 
     memory = EtcdMemory(cluster.etcd.cluster, config.data / "cluster.json")
     node.membership = Membership(Etcd(cluster.etcd), node.clock, memory)
-    if (told := cluster.upkeep) is None:
+    if (upkeep := cluster.upkeep) is None:
         return
     from kvstore.node.peers import Peers  # noqa: PLC0415 - the same
     from kvstore.node.upkeep import Upkeep  # noqa: PLC0415 - the same
 
-    secret, ca = told.secret, told.ca
+    secret, ca = upkeep.secret, upkeep.ca
     if secret is not None:
         gate.tenants.node_sha256 = token_digest(secret)
-        if told.is_secret_open:
-            log.warning("Any user of this machine can read or write %s: chmod 600 it.", told.secret_path)
+        if upkeep.is_secret_open:
+            log.warning("Any user of this machine can read or write %s: chmod 600 it.", upkeep.secret_path)
     credentials = None if ca is None else grpc.ssl_channel_credentials(ca, **_shown_to_nodes(config))
-    node.upkeep = Upkeep(node, gate.tenants, node.membership, told.replicas, Peers(secret, credentials))
+    node.upkeep = Upkeep(node, gate.tenants, node.membership, upkeep.replicas, Peers(secret, credentials))
 
 
 def _member(store: Store, cluster: ClusterConfig, address: str) -> Member:
@@ -387,7 +387,7 @@ async def _become_ready(node: Node, health: Health, address: str, stop: asyncio.
 
 
 async def _serve_node(
-    told: Settings,
+    settings: Settings,
     read_again: Callable[[], Settings],
     node: Node,
     gate: Gate,
@@ -395,13 +395,13 @@ async def _serve_node(
     stop: asyncio.Event,
 ) -> None:
     """Serve until it is stopped, then close in order."""
-    config = told.node()
+    config = settings.node()
     store = node.store
     store.change_quotas(gate.tenants.quotas())
 
     def reload() -> None:
-        nonlocal told
-        told = _reload(told, read_again, node, gate, certificates)
+        nonlocal settings
+        settings = _reload(settings, read_again, node, gate, certificates)
 
     _at_signals(reload, signal.SIGHUP)
     _join_cluster(node, gate, config)
@@ -469,7 +469,7 @@ def _at_signals(do: Callable[[], object], *numbers: signal.Signals) -> None:
     signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
 
 
-async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
+async def _serve(settings: Settings, read_again: Callable[[], Settings]) -> None:
     clock, loop, stop = SystemClock(), asyncio.get_running_loop(), asyncio.Event()
 
     def end() -> None:
@@ -478,7 +478,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
             signal.signal(number, signal.SIG_IGN)
 
     _at_signals(end, signal.SIGTERM, signal.SIGINT)
-    config = told.node()
+    config = settings.node()
     begin_logging(clock, config.log_level, config.log_format)
     keep_out_of_dumps()
     fail_stop.arm()
@@ -528,7 +528,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
             has_directory=config.cluster is None,  # a cluster confirms deletions without a node that hangs
         )
         try:
-            await _serve_node(told, read_again, node, Gate(tenants, audit), certificates, stop)
+            await _serve_node(settings, read_again, node, Gate(tenants, audit), certificates, stop)
         finally:  # in any case: its timer must not use a closed drive
             await node.close()
             if node.sharing is not None:
@@ -537,7 +537,7 @@ async def _serve(told: Settings, read_again: Callable[[], Settings]) -> None:
                 await loop.run_in_executor(None, collector.close)
 
 
-def serve(told: Settings, read_again: Callable[[], Settings]) -> int:
+def serve(settings: Settings, read_again: Callable[[], Settings]) -> int:
     """Run a node until a signal; returns the exit status. `read_again` returns the current settings, for SIGHUP."""
-    asyncio.run(_serve(told, read_again))
+    asyncio.run(_serve(settings, read_again))
     return 0

@@ -96,7 +96,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
             if request is None:
                 raise ProtocolError("An attach stream begins with a request.")
             tenant = self._gate.enter("attach", context, request.tenant)
-            connection, told = await self._attached(request, tenant, context)
+            connection, own_address = await self._attached(request, tenant, context)
             peer = context.peer()
             try:
                 self._gate.audit.connected(
@@ -105,7 +105,7 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 answer = pb.AttachResponse(
                     connection=connection.number,
                     node=self._name,
-                    fabric_address=told,
+                    fabric_address=own_address,
                     slots=connection.layout.slots,
                     landing_key=connection.landing_key,
                     parts=True,
@@ -322,8 +322,8 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
         keys = self._node.store.keys
         if not isinstance(keys, StoreKeys) or not self._gate.tenants.observes(tenant.name):
             return {}
-        told = keys.status
-        return {"keys": told.live, "keys_damaged": told.damaged, "master_key": told.master_id}
+        status = keys.status
+        return {"keys": status.live, "keys_damaged": status.damaged, "master_key": status.master_id}
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802, ARG002
         """Return the node's state."""

@@ -51,7 +51,7 @@ class StepsService(steps_pb2_grpc.StepsServicer):
 
             wish = self._node.prefetches.wish(tenant.id, ("blocks", *request.keys[:1]), ended)
             stored: list[bytes] = []
-            told: list[pb.BlockMiss] = []
+            misses: list[pb.BlockMiss] = []
             takes_more = True
             async with self._node.turns.of(tenant.id) as turn:
                 for first in range(0, len(request.keys), TURN_STEP_BLOCKS):
@@ -63,10 +63,12 @@ class StepsService(steps_pb2_grpc.StepsServicer):
                     stored += here
                     away = [key for key, entry in zip(some, entries, strict=True) if entry is None]
                     explained = zip(away, self._node.store.explain_all(tenant.id, away), strict=True)
-                    told += [pb.BlockMiss(key=key, miss=miss_message(one.miss)) for key, one in explained]
+                    misses += [pb.BlockMiss(key=key, miss=miss_message(one.miss)) for key, one in explained]
                     takes_more = takes_more and wish.add(here)
                 if trace is not None:
-                    trace.saw(Step.PREFETCHING, len(stored), detail=f"{len(told)} missing" if told else "")
+                    trace.saw(
+                        Step.PREFETCHING, len(stored), detail=f"{len(misses)} missing" if misses else ""
+                    )
                 asked = self._node.prefetches.queue(wish)
             await asyncio.wait([over], timeout=RPC_TIMEOUT_MS / 1000)
             done = asked.so_far()
@@ -76,7 +78,7 @@ class StepsService(steps_pb2_grpc.StepsServicer):
             return pb.PrefetchBlocksResponse(
                 in_memory=len(came),
                 unread=[key for key in stored if key not in came],
-                missing=told,
+                missing=misses,
             )
         raise AssertionError
 

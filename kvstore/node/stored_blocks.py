@@ -72,9 +72,13 @@ class StoredBlocks:
                 came = landed.came
                 fingerprint, length, expires_ms = came.fingerprint, came.length, came.expires_unix_ms
             else:
-                told = explained[block.key]
-                never = self.never_landed_ms(tenant, block.key, told)
-                miss = Miss(told.miss.reason, "its lease ended before it had landed") if never else told.miss
+                explanation = explained[block.key]
+                never = self.never_landed_ms(tenant, block.key, explanation)
+                miss = (
+                    Miss(explanation.miss.reason, "its lease ended before it had landed")
+                    if never
+                    else explanation.miss
+                )
                 states.append(pb.BlockState(miss=miss_message(miss)))
                 continue
             slot_bytes = record_bytes(BLOCK_BYTES_MAX)  # of any block
@@ -92,7 +96,7 @@ class StoredBlocks:
         self._node.timings.lookups.note(self._node.clock.monotonic_ns() - began_ns)
         return states
 
-    def never_landed_ms(self, tenant: bytes, key: bytes, told: Explanation) -> int:
+    def never_landed_ms(self, tenant: bytes, key: bytes, explanation: Explanation) -> int:
         """When the last lease of a block ended without a block, if nothing has happened to the block since; else 0."""
-        over_ms = 0 if told.stored else self._node.lookups.lease_over_ms(tenant, key)
-        return over_ms if over_ms > told.gone_ms else 0
+        over_ms = 0 if explanation.stored else self._node.lookups.lease_over_ms(tenant, key)
+        return over_ms if over_ms > explanation.gone_ms else 0

@@ -211,10 +211,10 @@ def misses(node: Node, asking: Tenant, tenant: bytes, reason: MissReason | None)
     now_ms = node.clock.wall_ms()
     shown = []
     for one, first in placed(lookups[::-1]):
-        told = lookup_document(one, first)
-        told["asked"] = ASKED[one.kind].format("1 block" if one.blocks == 1 else f"{one.blocks} blocks")
-        told["sentences"] = [outcome_text(run, one, now_ms) for run in one.runs]
-        shown.append(told)
+        document = lookup_document(one, first)
+        document["asked"] = ASKED[one.kind].format("1 block" if one.blocks == 1 else f"{one.blocks} blocks")
+        document["sentences"] = [outcome_text(run, one, now_ms) for run in one.runs]
+        shown.append(document)
     return {
         "now_unix_ms": now_ms,
         "lookups": shown[::-1],
@@ -227,9 +227,9 @@ def _tier(name: str, used_bytes: int, capacity_bytes: int, detail: str) -> dict[
 
 
 def _drive(number: int, now: Any, failure: str) -> dict[str, Any]:
-    told: dict[str, Any] = {"number": number, "here": now is not None, "failure": failure}
+    shown: dict[str, Any] = {"number": number, "here": now is not None, "failure": failure}
     if now is not None:
-        told |= {
+        shown |= {
             "blocks": now.blocks,
             "used_bytes": now.capacity_bytes - now.free_bytes,
             "capacity_bytes": now.capacity_bytes,
@@ -238,7 +238,7 @@ def _drive(number: int, now: Any, failure: str) -> dict[str, Any]:
             "in_flight": now.drive_in_flight,
             "quarantined": now.quarantined,
         }
-    return told
+    return shown
 
 
 def _times(histogram: Histogram) -> dict[str, Any]:

@@ -307,8 +307,8 @@ class Upkeep:
             *(self._ask(now.members[owner].name, tenant, some) for (owner, tenant), some in asked.items())
         )
         has: dict[tuple[int, Name], int] = {}
-        for ((owner, _), some), (_, told) in zip(asked.items(), answers, strict=True):
-            for block, said in zip(some, told, strict=True):
+        for ((owner, _), some), (_, offered) in zip(asked.items(), answers, strict=True):
+            for block, said in zip(some, offered, strict=True):
                 has[owner, block.name] = said
                 if said == pb.OFFERED_STORED_SURELY and not block.is_sure:
                     self.eligibility.note_copy(block.entry.generation)
@@ -325,20 +325,20 @@ class Upkeep:
         request = pb.OfferRequest(node=self._membership.name, lease=lease, tenant=tenant, moved=moved)
         for block in blocks:
             request.blocks.add(key=block.name[1], length=block.entry.length, surely=surely)
-        told: pb.OfferResponse
+        answer: pb.OfferResponse
         try:
-            told = await self._stub(peer).Offer(
+            answer = await self._stub(peer).Offer(
                 request, timeout=UPKEEP_CALL_MS / 1000, metadata=self._peers.metadata
             )
         except (grpc.aio.AioRpcError, _Changed) as error:
             log.debug("%s could not be asked for copies: %s", peer, error)
             return nothing
-        if told.refused or len(told.blocks) != len(blocks):
-            log.debug("%s does not answer about copies: %s", peer, told.refused)
+        if answer.refused or len(answer.blocks) != len(blocks):
+            log.debug("%s does not answer about copies: %s", peer, answer.refused)
             return nothing
-        if not told.lease or self._membership.lease_of.get(peer) != told.lease:
+        if not answer.lease or self._membership.lease_of.get(peer) != answer.lease:
             return nothing  # it was off the map, and doesn't know it yet
-        return told.ticket, told.blocks
+        return answer.ticket, answer.blocks
 
     def _stub(self, peer: str) -> Any:
         for one in self._membership.map.members:
@@ -348,12 +348,12 @@ class Upkeep:
 
     async def _copy(self, peer: str, tenant: str, blocks: Sequence[Block]) -> None:
         """Announce blocks to a member, and send it those that it waits for."""
-        ticket, told = await self._ask(peer, tenant, blocks, surely=True)
-        self.found.full += sum(said == pb.OFFERED_FULL for said in told)
-        self.found.one_copy -= sum(said in _HAVE for said in told)
+        ticket, reported = await self._ask(peer, tenant, blocks, surely=True)
+        self.found.full += sum(said == pb.OFFERED_FULL for said in reported)
+        self.found.one_copy -= sum(said in _HAVE for said in reported)
         sending = [
             self._send(peer, ticket, block)
-            for block, said in zip(blocks, told, strict=True)
+            for block, said in zip(blocks, reported, strict=True)
             if said == pb.OFFERED_WANTED
         ]
         self.found.one_copy -= sum(await asyncio.gather(*sending))
@@ -368,8 +368,8 @@ class Upkeep:
 
     async def copy_moved(self, peer: str, tenant: str, blocks: Sequence[Block]) -> list[Block]:
         """Send a member the blocks that sessions moved there still lack; returns those that it could not be sent."""
-        ticket, told = await self._ask(peer, tenant, blocks, surely=True, moved=True)
-        wanted = [block for block, said in zip(blocks, told, strict=True) if said == pb.OFFERED_WANTED]
+        ticket, reported = await self._ask(peer, tenant, blocks, surely=True, moved=True)
+        wanted = [block for block, said in zip(blocks, reported, strict=True) if said == pb.OFFERED_WANTED]
         sent = await asyncio.gather(*(self._send(peer, ticket, block) for block in wanted))
         left = [block for block, is_sent in zip(wanted, sent, strict=True) if not is_sent]
         return left if ticket else list(blocks)

@@ -52,11 +52,13 @@ class Watcher:
             async with asyncio.timeout(heartbeat_s):  # `wait_for` may swallow the call's cancellation
                 await self._some.wait()
         count = min(len(self._events), WATCH_EVENTS_SENT_MAX)
-        told = pb.WatchResponse(events=[self._events.popleft() for _ in range(count)], dropped=self._dropped)
+        response = pb.WatchResponse(
+            events=[self._events.popleft() for _ in range(count)], dropped=self._dropped
+        )
         self._dropped = 0
         if not self._events:
             self._some.clear()
-        return told
+        return response
 
 
 class Watchers:

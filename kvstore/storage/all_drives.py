@@ -138,15 +138,15 @@ class _Steps:
         """Take the drive's results; its tags are positions among the items."""
         for answer in answers:
             item = self._items[answer.tag]
-            told = answer._replace(tag=item.tag)
+            result = answer._replace(tag=item.tag)
             if item.delete_blocks and answer.error is None and answer.unreferenced:
-                gone = self._gone(told)
+                gone = self._gone(result)
                 for other in self._others:
                     other.drop(answer.unreferenced, gone)
             else:
-                self._completions.add(self._done, told)
+                self._completions.add(self._done, result)
 
-    def _gone(self, told: SessionDone) -> Callable[[StorageError | None], None]:
+    def _gone(self, result: SessionDone) -> Callable[[StorageError | None], None]:
         """Report the step when the other drives have dropped its blocks too."""
         left, first = len(self._others), None
 
@@ -155,7 +155,7 @@ class _Steps:
             left -= 1
             first = first or error
             if not left:
-                self._completions.add(self._done, told._replace(error=first))
+                self._completions.add(self._done, result._replace(error=first))
 
         return gone
 

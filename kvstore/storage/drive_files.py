@@ -135,11 +135,11 @@ def _preallocate(path: Path, capacity_bytes: int | None) -> None:
     if capacity_bytes is None:
         raise ConfigError(f"There is no drive {path}, and no capacity to create one with.")
     if capacity_bytes < DRIVE_CAPACITY_BYTES_MIN:
-        least, told = shown_apart(DRIVE_CAPACITY_BYTES_MIN, capacity_bytes)
-        raise ConfigError(f"A drive has at least {least}, not {told}.")
+        least, actual = shown_apart(DRIVE_CAPACITY_BYTES_MIN, capacity_bytes)
+        raise ConfigError(f"A drive has at least {least}, not {actual}.")
     if capacity_bytes > DRIVE_CAPACITY_BYTES_MAX:
-        most, told = shown_apart(DRIVE_CAPACITY_BYTES_MAX, capacity_bytes)
-        raise ConfigError(f"A drive has at most {most}, not {told}.")
+        most, actual = shown_apart(DRIVE_CAPACITY_BYTES_MAX, capacity_bytes)
+        raise ConfigError(f"A drive has at most {most}, not {actual}.")
     part = path.with_name(f"{path.name}.part")  # a crash leaves this file, which is then overwritten
     try:
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

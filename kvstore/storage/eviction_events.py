@@ -274,11 +274,11 @@ class Keeping:
         if reason is Reason.SUPERSEDED:  # the next block of the name takes this one's places
             for name, entry in entries_in(rows):
                 self._places[name] = self.core.places(entry.generation)
-        told = self.core.gone(_column(rows["generation"]), reason, self._clock.wall_ms())
+        removed = self.core.gone(_column(rows["generation"]), reason, self._clock.wall_ms())
         known = rows
-        if len(told) < len(rows):  # the core has already forgotten the others
-            known = rows[np.isin(rows["generation"], np.array(told.generations, np.uint64))]
-        self._history.add(names_in(known).tobytes(), told)
+        if len(removed) < len(rows):  # the core has already forgotten the others
+            known = rows[np.isin(rows["generation"], np.array(removed.generations, np.uint64))]
+        self._history.add(names_in(known).tobytes(), removed)
         if reason not in _OVERWRITTEN:
             self._leave_ground(rows, wipe=wipe)
             return
@@ -542,8 +542,8 @@ class Keeping:
 
     def misses(self, tenant: bytes, keys: Sequence[bytes]) -> list[Miss]:
         """Return the misses of blocks that are not in the index."""
-        told = [Explanation(False, False, self._history.of(tenant + key), 0) for key in keys]
-        return [one.miss for one in with_erased(told, self._keys, tenant, keys)]
+        explanations = [Explanation(False, False, self._history.of(tenant + key), 0) for key in keys]
+        return [one.miss for one in with_erased(explanations, self._keys, tenant, keys)]
 
     # The opening.
 
@@ -581,15 +581,15 @@ def restore_sessions(manifests: Manifests, deadlines: Deadlines, of_drives: Sequ
 
 
 def with_erased(
-    told: Sequence[Explanation], keys: Keys | None, tenant: bytes, names: Sequence[bytes]
+    explanations: Sequence[Explanation], keys: Keys | None, tenant: bytes, names: Sequence[bytes]
 ) -> list[Explanation]:
     """Return explanations of blocks of one tenant; where nothing else explains one, the erasure of its domain."""
-    unknown = [at for at, one in enumerate(told) if not one.stored and one.gone is None]
+    unknown = [at for at, one in enumerate(explanations) if not one.stored and one.gone is None]
     found = [None] * len(unknown) if keys is None else keys.erased_ms(tenant, [names[at] for at in unknown])
-    told = list(told)
+    explanations = list(explanations)
     for at, erased_ms in zip(unknown, found, strict=True):
-        told[at] = told[at]._replace(erased_ms=erased_ms)
-    return told
+        explanations[at] = explanations[at]._replace(erased_ms=erased_ms)
+    return explanations
 
 
 def _column(numbers: NDArray[Any]) -> array[int]:

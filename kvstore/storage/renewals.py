@@ -166,7 +166,7 @@ class Renewals:
         if not self._ended:
             return []
         ended, self._ended = self._ended, []
-        told = []
+        results = []
         try:
             there = self._index.lookup([one.name for one in ended])
             renewed = [
@@ -189,8 +189,8 @@ class Renewals:
         left = set(map(id, renewed))
         for one in ended:
             self._keeping.unguard([one.entry.generation], Guard.WRITE)
-            told.append((one, id(one) in left))
-        return told
+            results.append((one, id(one) in left))
+        return results
 
     def is_unsynced(self, generation: int) -> bool:
         """Return whether power loss could bring back a block's previous header."""

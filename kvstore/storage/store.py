@@ -374,13 +374,13 @@ class Store(Handle):
 
     def explain_all(self, tenant: bytes, keys: Sequence[bytes]) -> list[Explanation]:
         """Return where blocks are, or why they were removed."""
-        told = []
+        explanations = []
         for key in keys:
             of_drives = [drive.explain(tenant, key) for drive in self._in_order((tenant, key))]
-            told.append(
+            explanations.append(
                 max(of_drives, key=lambda one: (one.stored, one.gone.at_ms if one.gone is not None else -1))
             )
-        return with_erased(told, self.keys, tenant, keys)
+        return with_erased(explanations, self.keys, tenant, keys)
 
     def change_quotas(self, bytes_max: Mapping[bytes, int]) -> None:
         """Set the quotas of these tenants, in bytes of all drives; all other tenants have none."""

@@ -58,10 +58,12 @@ class Stats(KVConnectorStats):  # type: ignore[misc]
 
     def reduce(self) -> dict[str, int | float]:
         """The figures for the log, with a rate instead of nanoseconds."""
-        told: dict[str, int | float] = {name: count for name, count in self.data.items() if name != "load_ns"}
+        shown: dict[str, int | float] = {
+            name: count for name, count in self.data.items() if name != "load_ns"
+        }
         if load_ns := self.data.get("load_ns", 0):
-            told["load_GBps"] = round(self.data.get("loaded_bytes", 0) / load_ns, 3)
-        return told
+            shown["load_GBps"] = round(self.data.get("loaded_bytes", 0) / load_ns, 3)
+        return shown
 
     def is_empty(self) -> bool:
         """Whether all counts are zero."""

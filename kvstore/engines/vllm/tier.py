@@ -280,18 +280,18 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         self._begin(self._loads, self._get, job_metadata, self._load_ns)
 
     def _begin(
-        self, threads: ThreadPoolExecutor, move: Callable[..., list[bool]], told: Any, ns: int
+        self, threads: ThreadPoolExecutor, move: Callable[..., list[bool]], job_metadata: Any, ns: int
     ) -> None:
         job = _Job(
-            list(told.keys),
-            self._more(told.req_context),
-            told.chunk_ids.tolist(),
+            list(job_metadata.keys),
+            self._more(job_metadata.req_context),
+            job_metadata.chunk_ids.tolist(),
             self._clock.monotonic_ns() + ns,
-            told.req_context.req_id,
+            job_metadata.req_context.req_id,
         )
         future = threads.submit(self._move, move, job)
-        self._under_way[told.job_id] = (told.is_promotion, job, future)
-        if told.is_promotion:
+        self._under_way[job_metadata.job_id] = (job_metadata.is_promotion, job, future)
+        if job_metadata.is_promotion:
             future.add_done_callback(lambda _: self._news.set())
 
     def _move(self, move: Callable[..., list[bool]], job: _Job) -> _Moved:
