@@ -19,6 +19,7 @@
 #   TRIGGERKV_CLUSTER_ROUNDS=n     `make test-cluster`: rounds in which nodes of one host die or hang (300)
 #   TRIGGERKV_CONVERSATION_RUNS=n  `make test-engines`: runs of ten conversations during failures (1)
 #   TRIGGERKV_SEED=n               `make test-engines`: the seed of the first run
+#   TRIGGERKV_CASSINI_MODES=1      tests/conformance/test_cassini.py: all four pairs of the NIC's rules, not two (`make crash` sets it)
 #   TRIGGERKV_RANDOM_EXAMPLES=1    Hypothesis draws other examples in each run; without it, always the same ones
 #   TRIGGERKV_MACHINE_EXAMPLES=n   sequences of 100 steps in which a store is compared with a dict
 #   TRIGGERKV_PLAN_GRID=1          tests/sim/test_plan.py tries all 30 plans of its grid (minutes), not 3
@@ -104,6 +105,7 @@ crash: setup ## the long form: 20,000 runs on a simulated drive that loses unflu
 	@TRIGGERKV_INDEX_CASES=20000 TRIGGERKV_LANE_SEEDS=2000 $(py) -m pytest tests/storage/test_index_damage.py tests/storage/test_lane.py $(PYTEST_ARGS)
 	@TRIGGERKV_RANDOM_EXAMPLES=1 TRIGGERKV_MACHINE_EXAMPLES=$(or $(TRIGGERKV_MACHINE_EXAMPLES),10000) $(py) -m pytest tests/storage/test_state_machine.py $(PYTEST_ARGS) --timeout 7200
 	@TRIGGERKV_KILL_ROUNDS=$(or $(TRIGGERKV_KILL_ROUNDS),1000) $(py) -m pytest tests/crash $(PYTEST_ARGS)
+	@TRIGGERKV_CASSINI_MODES=1 $(py) -m pytest tests/conformance/test_cassini.py $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: setup ## an hour of puts into a drive that is too small: exact bytes, and memory that stays bounded

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import tidy
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 ROOT = Path(__file__).resolve().parent.parent
 RULES = {rule.__name__: rule for rule in tidy.RULES}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees() -> Iterator[None]:
+    """Modules are parsed once: millions of nodes, which each garbage collection would walk, in later tests too."""
+    gc.disable()
+    yield
+    tidy.forget_trees()
+    gc.enable()
+
 
 GOOD = '"""A module."""\n'
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-__all__ = ["RULES", "Breach"]
+__all__ = ["RULES", "Breach", "forget_trees"]
 
 Breach = str
 LINES_MAX = 600
@@ -117,16 +117,22 @@ def _files(root: Path, *patterns: str) -> Iterator[tuple[str, Path]]:
                 yield name, path
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2048)
 def _parsed(name: str, text: str) -> ast.Module:
     """Parsed once for all rules, which change nothing."""
     return ast.parse(text, name)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2048)
 def _nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
     """All nodes of a tree, at any depth; listed once for all rules."""
     return tuple(ast.walk(tree))
+
+
+def forget_trees() -> None:
+    """Free the parsed modules."""
+    _parsed.cache_clear()
+    _nodes.cache_clear()
 
 
 def _modules(
