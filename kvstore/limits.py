@@ -37,9 +37,7 @@ RESHARD_SCRATCH_BYTES = 64 << 20  # for combining stored shards; at least one bl
 
 PREFIX_STEP_BLOCKS = 128  # looked up at a time, of a prefix on several drives
 
-SESSION_CHUNK_BLOCKS = (
-    126  # keys in a chunk of a manifest: as many as fit into a page, of the drive and of LMDB
-)
+SESSION_CHUNK_BLOCKS = 126  # keys in a chunk of a manifest: as many as fit into a page of LMDB's
 SESSION_CHUNKS_MAX = 528  # 66,528 blocks: 1 M tokens in blocks of 16, and some
 SESSION_BLOCKS_MAX = SESSION_CHUNK_BLOCKS * SESSION_CHUNKS_MAX  # of one session
 SESSION_TIME_TO_LIVE_MS_MAX = 100 * 365 * 86_400_000  # of a session that expires
@@ -47,9 +45,7 @@ SESSION_TURNS_MAX = 1024  # of one session: its table of turns is rewritten with
 SESSION_TURNS_CACHED = 16  # such tables, the last read
 SESSION_TURN_TOKENS_MAX = (1 << 32) - 1  # of one turn
 SESSION_LABEL_BYTES_MAX = 128  # of a session's name, in UTF-8
-SESSIONS_EXPIRED_AT_ONCE = (
-    2  # sessions, before other work gets a turn: a long one's first step takes a millisecond
-)
+SESSIONS_EXPIRED_AT_ONCE = 2  # before other work gets a turn: a long one's first step takes a millisecond
 SESSION_STEP_BLOCKS = 2048  # of a session, read at a time; a change of more is a long one
 SESSION_SLICE_BLOCKS = 2 * SESSION_CHUNK_BLOCKS  # of a session, changed at a time
 SESSION_DROP_BLOCKS = 32  # of a session, deleted at a time
@@ -172,6 +168,11 @@ SESSIONS_MOVE_RETRY_MS = 1_000  # until a former home tries again what could not
 SESSIONS_MOVE_HOPS = 3  # former homes asked for a user's sessions, if one had not taken them yet
 SESSIONS_MOVED_BLOCKS_MAX = 1 << 18  # of moved sessions, that a node has to send, or that it lacks
 SESSIONS_USERS_KNOWN_MAX = 1 << 16  # users whose names a node remembers, the last who used sessions here
+SESSIONS_STANDBY_MS = 1_000  # for which a step waits for the copy of its session
+SESSIONS_STANDBY_RETRY_MS = 5_000  # until a node that did not take copies is asked again
+SESSIONS_STANDBY_LOTS_MAX = 1 << 16  # whose standbys a home remembers, and whose copies a standby accepts
+SESSIONS_STANDBY_USERS_MAX = 1 << 10  # of a lot, whose sessions a new standby gets before it is one
+SESSIONS_COPIES_AT_ONCE = 64  # sent in one call; and lots that are looked at together
 SESSIONS_USERS_TAKEN_MAX = 1 << 17  # lots that a node has taken over, and users whose sessions it has since
 UPKEEP_SECRET_BYTES_MIN = 32  # of a cluster's secret
 FOLLOW_NEXT_MS = 300  # without a node's answer, after which the next one is asked for the map as well

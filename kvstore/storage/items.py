@@ -136,7 +136,9 @@ class SessionStep(enum.Enum):
     PROTECT = enum.auto()  # keep this many first blocks from being evicted, over restarts too; 0: none
     EXPIRE = enum.auto()  # remove the session, if it has expired
     REWRITE = enum.auto()  # write its record again, with no change
-    TAKE = enum.auto()  # make it what it was on another node: these keys, stored or not, and these turns
+    TAKE = (
+        enum.auto()
+    )  # make it what it is on another node: its first `blocks` here, then these keys, stored or not
 
 
 class SessionItem(NamedTuple):
@@ -163,6 +165,8 @@ class SessionItem(NamedTuple):
     epoch: int | None = None  # a session of another epoch counts as missing, and is removed; None: any epoch
     source_epoch: int | None = None  # the same for the fork's source
     turns: Sequence[Turn] = ()  # of a session that is taken
+    protected: int = 0  # how many of its first blocks are protected, of the same
+    replaces: bool = False  # it may be taken over a session of this epoch
     is_erased: bool = False  # if it is removed, its records are overwritten before the step is reported
 
 

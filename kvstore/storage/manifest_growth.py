@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore.errors import SessionRefused
+from kvstore.errors import SessionRefused, StorageError
 from kvstore.limits import (
     SESSION_BLOCKS_MAX,
     SESSION_CHUNK_BLOCKS,
@@ -16,18 +16,19 @@ from kvstore.limits import (
     SESSION_TURN_TOKENS_MAX,
     SESSION_TURNS_MAX,
 )
-from kvstore.wire.manifest import Turn, chunk_key, follow_each_other
+from kvstore.storage.labels import is_sealed_label
+from kvstore.wire.manifest import Manifest, Turn, chunk_key, follow_each_other
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
     from kvstore.storage.items import SessionItem
-    from kvstore.wire.manifest import Manifest
+    from kvstore.storage.manifests import Manifests
 
     Growth = Generator[None, None, tuple[Manifest, dict[bytes, bytes]]]
     """Comes to a manifest, and the chunks that it may be the first to name, by their keys."""
 
-__all__ = ["appended", "longer", "refuse_longer", "taken"]
+__all__ = ["appended", "empty", "first_blocks", "labelled", "longer", "refuse_longer", "taken"]
 
 
 def appended(manifest: Manifest, item: SessionItem, owner: bytes) -> Growth:
@@ -50,11 +51,11 @@ def appended(manifest: Manifest, item: SessionItem, owner: bytes) -> Growth:
     return new._replace(turns=tuple(turns), expires_ms=expires_ms), written
 
 
-def taken(empty: Manifest, item: SessionItem, owner: bytes) -> Growth:
-    """Make a session what it was on another node."""
-    new, written = yield from longer(empty, item.keys, owner)
+def taken(first: Manifest, item: SessionItem, owner: bytes) -> Growth:
+    """Make a session what it is on another node, out of its first blocks."""
+    new, written = yield from longer(first, item.keys, owner)
     turns = tuple(item.turns)
-    if len(turns) > SESSION_TURNS_MAX or not follow_each_other(turns, len(item.keys)):
+    if len(turns) > SESSION_TURNS_MAX or not follow_each_other(turns, new.blocks):
         raise SessionRefused("The turns of the session don't fit its blocks.")
     return new._replace(turns=turns, expires_ms=item.expires_ms or 0), written
 
@@ -79,3 +80,27 @@ def refuse_longer(wanted: int, blocks: int) -> None:
     """Refuse to keep more of a session than it has."""
     if not 0 <= wanted <= blocks:
         raise SessionRefused(f"The session has {blocks} blocks, fewer than {wanted}.")
+
+
+def first_blocks(
+    manifests: Manifests, tenant: bytes, manifest: Manifest, blocks: int
+) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+    """Chunks and tail of the first blocks of a session that was found."""
+    whole, rest = divmod(blocks, SESSION_CHUNK_BLOCKS)
+    chunks = manifest.chunks
+    tail = manifests.chunk_keys(tenant, chunks[whole]) if whole < len(chunks) else manifest.tail
+    return chunks[:whole], tail[:rest]
+
+
+def labelled(manifest: Manifest, item: SessionItem) -> Manifest:
+    """Replace a label that can't be opened by the step's; StorageError if it has none."""
+    if not is_sealed_label(manifest.label):
+        return manifest
+    if not item.label:
+        raise StorageError("The session's label can't be read: its key's slot in the keyring is damaged.")
+    return manifest._replace(label=item.label)
+
+
+def empty(item: SessionItem) -> Manifest:
+    """A session without blocks."""
+    return Manifest(item.name.user, item.name.session, (), (), (), item.label, epoch=item.epoch or 0)

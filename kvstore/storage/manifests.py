@@ -229,6 +229,10 @@ class Manifests:
             if row is not None and _CHUNK.unpack_from(row)[-1] == 1:
                 yield set(split_keys(row[_CHUNK.size : -CHECK_BYTES]))
 
+    def without_references(self, names: Sequence[Name]) -> list[Name]:
+        """Those of these blocks that no session names."""
+        return [name for name, count in zip(names, self.references(names), strict=True) if not count]
+
     def references(self, names: Iterable[Name]) -> list[int]:
         """Return the refcount of each block."""
         with self._index.reading() as transaction:

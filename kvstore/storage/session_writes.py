@@ -52,8 +52,15 @@ from kvstore.storage.completion_queue import CompletionQueue
 from kvstore.storage.deadlines import Deadlines
 from kvstore.storage.eviction.types import Reason
 from kvstore.storage.items import SessionDone, SessionItem, SessionStep
-from kvstore.storage.labels import is_sealed_label
-from kvstore.storage.manifest_growth import appended, longer, refuse_longer, taken
+from kvstore.storage.manifest_growth import (
+    appended,
+    empty,
+    first_blocks,
+    labelled,
+    longer,
+    refuse_longer,
+    taken,
+)
 from kvstore.storage.manifests import Stored
 from kvstore.storage.session_places import SessionPlaces
 from kvstore.storage.session_space import Claim
@@ -78,7 +85,8 @@ if TYPE_CHECKING:
 __all__ = ["Neighbour", "Sessions"]
 
 _CREATIONS: Final = frozenset({SessionStep.FORK, SessionStep.TAKE})
-_GROWTHS: Final = {SessionStep.APPEND: appended, SessionStep.TAKE: taken}
+_GROWTHS: Final = frozenset({SessionStep.APPEND, SessionStep.TAKE})
+_CUTS: Final = frozenset({SessionStep.TRUNCATE, SessionStep.TAKE})
 _REMOVALS: Final = frozenset({SessionStep.REMOVE, SessionStep.EXPIRE})
 
 _NAME_SIZES: Final = (TENANT_BYTES, USER_BYTES, SESSION_BYTES)
@@ -230,7 +238,7 @@ class Sessions:
                 yield from self._remove(step)
             elif step.item.step is SessionStep.EXPIRE:
                 self._end(step)  # it was given more time meanwhile
-            elif over:
+            elif over and step.item.step is not SessionStep.TAKE:  # which replaces it in one transaction
                 self._begin_anew(step)
             elif (before := self._done_before(step.item)) is not None:
                 self._done_again(step, before)
@@ -270,50 +278,63 @@ class Sessions:
         if item.first_block is None or stored is None or stored.manifest.blocks == item.first_block:
             return None
         there = self._manifests.keys(item.name, item.first_block, item.first_block + len(item.keys))
-        return _labelled(stored.manifest, item) if there == list(item.keys) else None
+        return labelled(stored.manifest, item) if there == list(item.keys) else None
 
     def _wanted(self, item: SessionItem) -> Growth:
         """Make the manifest that a step leads to, and the chunks that it may be the first to name."""
         name = item.name
-        if item.step in _CREATIONS and self._manifests.get(name) is not None:
+        there = self._manifests.get(name)
+        if item.step in _CREATIONS and not (
+            there is None or item.replaces or self._is_over(there, item.epoch)
+        ):
             raise SessionRefused("A session of this name already exists.")
         if item.step in _GROWTHS:
-            stored = self._manifests.get(name)
-            before = _labelled(stored.manifest, item) if stored else _empty(item)
-            return (yield from _GROWTHS[item.step](before, item, self._owner(name)))
+            return (yield from self._grown(item, there))
         source = item.source if item.step is SessionStep.FORK else name
         stored = self._manifests.get(source) if source is not None else None
         source_epoch = item.source_epoch if item.step is SessionStep.FORK else item.epoch
         stored = None if self._is_over(stored, source_epoch) else stored
         if item.step is SessionStep.LIMIT and stored is not None:
-            return _labelled(stored.manifest, item)._replace(expires_ms=item.expires_ms or 0), {}
+            return labelled(stored.manifest, item)._replace(expires_ms=item.expires_ms or 0), {}
         if item.step is SessionStep.REWRITE and stored is not None:
             empty = stored.manifest._replace(chunks=(), tail=())
             return (yield from longer(empty, self._manifests.keys(name) or [], self._owner(name)))
         if item.step is SessionStep.PROTECT and stored is not None:
             self._refuse_to_protect(item)
-            return _labelled(stored.manifest, item)._replace(protected=item.blocks), {}
+            return labelled(stored.manifest, item)._replace(protected=item.blocks), {}
         if source is None or source.tenant != name.tenant:
             raise NoSession("There is no such session.")
         if stored is None or self._owner(source) != self._owner(name):
             return (yield from self._copied(source, item))
         refuse_longer(item.blocks, stored.manifest.blocks)
-        whole, rest = divmod(item.blocks, SESSION_CHUNK_BLOCKS)
-        chunks = stored.manifest.chunks
-        tail = (
-            self._manifests.chunk_keys(name.tenant, chunks[whole])
-            if whole < len(chunks)
-            else stored.manifest.tail
-        )
-        label = item.label if item.step is SessionStep.FORK else _labelled(stored.manifest, item).label
+        chunks, tail = first_blocks(self._manifests, name.tenant, stored.manifest, item.blocks)
+        label = item.label if item.step is SessionStep.FORK else labelled(stored.manifest, item).label
         turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
-        kept = Manifest(name.user, name.session, chunks[:whole], tail[:rest], turns, label)
+        kept = Manifest(name.user, name.session, chunks, tail, turns, label)
         if item.step is SessionStep.FORK:  # it starts without expiry and protection
             kept = kept._replace(epoch=item.epoch or 0)
         else:
             was = stored.manifest
             kept = kept._replace(epoch=was.epoch, expires_ms=was.expires_ms, protected=was.protected)
         return kept, {}
+
+    def _grown(self, item: SessionItem, there: Stored | None) -> Growth:
+        """Append to a session, or make it what it is on another node, maybe out of its first blocks here."""
+        owner = self._owner(item.name)
+        if item.step is SessionStep.APPEND:
+            return (
+                yield from appended(labelled(there.manifest, item) if there else empty(item), item, owner)
+            )
+        first = empty(item)
+        if item.blocks:
+            if there is None or self._is_over(there, item.epoch):
+                raise SessionRefused("The session has none of the first blocks that were to stay.")
+            refuse_longer(item.blocks, there.manifest.blocks)
+            chunks, tail = first_blocks(self._manifests, item.name.tenant, there.manifest, item.blocks)
+            first = first._replace(chunks=chunks, tail=tail)
+        may_protect = item.protected and all(one.may_protect(item.name) for one in self._all_keeping())
+        manifest, written = yield from taken(first, item, owner)
+        return manifest._replace(protected=item.protected if may_protect else 0), written
 
     def _owner(self, name: SessionName) -> bytes:
         """The owner of its chunks: with encryption its user, with whose key they are lost."""
@@ -337,7 +358,7 @@ class Sessions:
             if stored is not None and not self._is_over(stored, item.source_epoch):
                 refuse_longer(item.blocks, stored.manifest.blocks)
                 keys = manifests.keys(source, 0, item.blocks) or []
-                copy, chunks = yield from longer(_empty(item), keys, self._owner(item.name))
+                copy, chunks = yield from longer(empty(item), keys, self._owner(item.name))
                 turns = cut_turns(stored.manifest.turns, stored.manifest.blocks, item.blocks)
                 return copy._replace(turns=turns), chunks
         raise NoSession("There is no such session.")
@@ -361,13 +382,13 @@ class Sessions:
     def _unreferenced(self, names: Sequence[Name]) -> Sequence[Name]:
         """Leave out the blocks that sessions on other drives name."""
         for other in self._others:
-            names = _without_references(other.manifests, names)
+            names = other.manifests.without_references(names)
         return names
 
     def _unnamed(self, names: Sequence[Name]) -> Sequence[Name]:
         """Return those of these blocks that no session names, on any drive."""
         for manifests in (self._manifests, *(other.manifests for other in self._others)):
-            names = _without_references(manifests, names)
+            names = manifests.without_references(names)
         return names
 
     def _claim(self, step: Step, manifest: Manifest, chunks: Mapping[bytes, bytes]) -> None:
@@ -408,7 +429,7 @@ class Sessions:
 
     def _publishing(self, step: Step, head: StepRecord, manifest: Manifest) -> Iterator[None]:
         """Put a manifest into the index, a large one's chunks first, and report it."""
-        name, is_cut = step.item.name, step.item.step is SessionStep.TRUNCATE
+        name, is_cut = step.item.name, step.item.step in _CUTS
         written = {record.key: (record.place, record.payload) for record in step.records[:-1]}
         before = self._manifests.get(name) if is_cut else None
         try:
@@ -481,7 +502,12 @@ class Sessions:
             blocks = manifest.blocks if before is None else before.manifest.blocks
             yield from self._cut(item.name, blocks, manifest.blocks)
         else:
+            if item.step is SessionStep.TAKE and before is not None:
+                yield from self._cut(item.name, before.manifest.blocks, item.blocks)
             yield from self._joined(item, manifest)
+            if item.step is SessionStep.TAKE and (manifest.protected or before is not None):
+                for keeping in self._all_keeping():
+                    yield from keeping.protect_first(item.name, manifest.protected, manifest.blocks)
 
     def _joined(self, item: SessionItem, manifest: Manifest) -> Iterator[None]:
         blocks = manifest.blocks if item.step is SessionStep.FORK else len(item.keys)
@@ -563,26 +589,8 @@ class Sessions:
         self.completions.add(step.done, done)
 
 
-def _without_references(manifests: Manifests, names: Sequence[Name]) -> list[Name]:
-    counts = manifests.references(names)
-    return [name for name, count in zip(names, counts, strict=True) if not count]
-
-
 def _nobody(_: Sequence[SessionDone]) -> None:
     """Ignore the end of a step that no client made."""
-
-
-def _labelled(manifest: Manifest, item: SessionItem) -> Manifest:
-    """Replace a label that can't be opened by the step's; StorageError if it has none."""
-    if not is_sealed_label(manifest.label):
-        return manifest
-    if not item.label:
-        raise StorageError("The session's label can't be read: its key's slot in the keyring is damaged.")
-    return manifest._replace(label=item.label)
-
-
-def _empty(item: SessionItem) -> Manifest:
-    return Manifest(item.name.user, item.name.session, (), (), (), item.label, epoch=item.epoch or 0)
 
 
 def _refuse(item: SessionItem) -> None:

@@ -253,6 +253,8 @@ class StoreRig:
         epoch: int | None = None,
         source_epoch: int | None = None,
         turns: Sequence[Turn] = (),
+        protected: int = 0,
+        replaces: bool = False,
     ) -> int:
         tag = self._take_tag()
         item = SessionItem(
@@ -273,6 +275,8 @@ class StoreRig:
             epoch,
             source_epoch,
             turns,
+            protected,
+            replaces,
         )
         self.catch_up()
         self.store.change_sessions([item], self._sessions_done)

@@ -93,6 +93,35 @@ def test_a_session_is_taken_with_its_turns_whether_or_not_its_blocks_are_stored(
     assert turns(filled, 1) == [(0, 1, 1)]
 
 
+def test_a_copy_of_a_session_follows_its_home(filled: StoreRig) -> None:
+    """Grown, cut and grown again, protected, and of a later epoch."""
+
+    def copied(keys: Sequence[int], blocks: int, **more: Any) -> None:
+        ends = [Turn(0, 9, 1)] if blocks or keys else []
+        assert take(filled, keys, ends, blocks=blocks, replaces=True, **more).error is None
+
+    wanted: list[int] = []
+    for blocks, until in ((0, 130), (130, 140), (126, 260), (20, 20), (20, 300), (252, 290)):
+        wanted = [*wanted[:blocks], *range(blocks, until)]
+        copied(range(blocks, until), blocks, epoch=2, protected=blocks)
+        there = filled.store.manifests.keys(SessionName(TENANT, USER, name(1)))
+        assert there == [key(number) for number in wanted]
+    assert SessionName(TENANT, USER, name(1)) in filled.store.protected
+    assert isinstance(
+        take(filled, [1], [Turn(0, 9, 1)], blocks=291, replaces=True, epoch=2).error, SessionRefused
+    )
+    assert isinstance(
+        take(filled, [1], [Turn(0, 9, 1)], blocks=20, replaces=True, epoch=3).error, SessionRefused
+    )
+    assert filled.store.manifests.keys(SessionName(TENANT, USER, name(1))) is not None, "it stays"
+    copied([5, 6], 0, epoch=3)
+    assert SessionName(TENANT, USER, name(1)) not in filled.store.protected
+    referenced = dict(filled.store.drives[0].manifests.all_references())
+    assert referenced == {(TENANT, key(5)): 1, (TENANT, key(6)): 1}
+    assert filled._settled(filled.start_step(1, SessionStep.REMOVE)).error is None
+    assert dict(filled.store.drives[0].manifests.all_references()) == {}
+
+
 @pytest.mark.parametrize(
     ("blocks", "expected"),
     [
