@@ -34,6 +34,9 @@ __all__ = ["DRAINED", "DRAINING", "TOO_OLD", "Map", "Member", "lots_in", "lots_r
 DRAINING: Final = "draining"
 DRAINED: Final = "drained"  # of a node that has been one: all that it had is on others
 
+# Fields that records of earlier versions don't have.
+_LATER: Final = {"state": "", "zone": "", "replicas": 0, "standbys": 0}
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Member:
@@ -46,6 +49,7 @@ class Member:
     state: str = ""  # "draining", or nothing
     zone: str = ""  # what fails together with it: a rack, a room; two copies are in two zones
     replicas: int = 0  # its --cluster-replicas; 0: none, or not known
+    standbys: int = 0  # 1: it reads records of lots that name a standby; 0: a node of an earlier version
 
     def __post_init__(self) -> None:
         """ConfigError if a field is invalid."""
@@ -69,8 +73,7 @@ class Member:
     def decoded(cls, data: bytes) -> Member:
         """ConfigError if it is invalid. Unknown fields of later versions are ignored."""
         try:
-            values = json.loads(data)
-            values = {"state": "", "zone": "", "replicas": 0} | values  # earlier versions don't have these
+            values = _LATER | json.loads(data)
             known: dict[str, Any] = {one.name: _typed(one.type, values[one.name]) for one in fields(cls)}
             return cls(**known)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -399,7 +399,7 @@ class Membership:
             self._look_for_ourselves(self._member, listed)
             found = self._found_lease if self._found_lease in self.leases else 0
             self.primacy.listed(
-                Map.of(number, members, lots=self.lots or LOTS),
+                Map.of(number, members, absent=known, lots=self.lots or LOTS),
                 top=listed.top,
                 count=len(listed.values),
                 has_gap=not listed.is_told,

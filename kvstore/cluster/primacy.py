@@ -21,6 +21,10 @@ them the number of histories of etcd that its folder has seen the end of, as the
 earlier history counts as missing (`kvstore.cluster.etcd_history`). A lot without a record may have been ordered in an
 earlier history: it is taken when the node has known this one for SESSIONS_TAKING_MS.
 
+With two copies, the record also names the lot's *standby*: the node that has, in the epoch `copies`, all acknowledged
+steps of its sessions (`kvstore.node.session_standbys`). A lot's next epoch is higher than both. So what a former
+standby has left counts for nothing, and a new home that can't ask the old one asks the node that the record names.
+
 A term that began when this process took the lot from another node is a *takeover*: that node has the last state of
 each session in its own epoch, and the users whose first step here has come are noted (`kvstore.node.session_moves`).
 
@@ -55,7 +59,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.etcd_options import EtcdReach
     from kvstore.cluster.map import Map
 
-__all__ = ["Primacy", "Takeover", "Term"]
+__all__ = ["Primacy", "Record", "Takeover", "Term"]
 
 _NEVER = -(1 << 62)
 
@@ -76,15 +80,29 @@ class Takeover(NamedTuple):
 
     node: str  # its name
     epoch: int
+    standby: str  # the name of the node that has copies of all that was acknowledged; "": none
+    copies: int  # their epoch
     users: set[tuple[str, str]]  # tenant and user of those whose first step has come
 
 
-class _Record(NamedTuple):
-    """The record of a lot in etcd."""
+class Record(NamedTuple):
+    """The record of a lot in etcd: of earlier versions, and without a standby so far, its first three fields."""
 
     node: str
     lease: int
     epoch: int
+    standby: str = ""  # has all acknowledged steps; "": no other node has
+    copies: int = 0  # the epoch of its sessions
+    top: int = 0  # the highest epoch that was given to a home or to copies
+
+    @property
+    def next_epoch(self) -> int:
+        """One that no session of the lot has, on any node."""
+        return max(self.epoch, self.top) + 1
+
+    def encoded(self) -> bytes:
+        """The value in etcd."""
+        return json.dumps(self if self.top else self[:3], separators=(",", ":")).encode()
 
 
 class _Etcd(Protocol):
@@ -200,6 +218,61 @@ class Primacy:
         """A term of this node, in an epoch by etcd's record; it may be over."""
         return Term(lot, self.own_epoch(epoch))
 
+    async def amend(
+        self, term: Term, standby: str | None = None, copies: int = 0, *, new: bool = False
+    ) -> Record:
+        """Change who is the standby of a lot that this node orders, or with `new` reserve an epoch; returns the record.
+
+        WrongEpoch if that was not done, or may not have been: then the record is as it was, or as it was to be.
+        """
+        list_now, key = (self._top, self._history), self._etcd.reach.lots + b"%04d" % term.lot
+        try:
+            found = await self._etcd.value(key)
+            was = _record(found.value)
+            if was is None or was[:2] != (self._name, self._lease) or self.own_epoch(was.epoch) != term.epoch:
+                raise WrongEpoch("The node does not order this user's sessions.")
+            now = was if standby is None else was._replace(standby=standby, copies=copies)
+            now = now._replace(top=now.next_epoch) if new else now
+            if now != was and not await self._etcd.claim(
+                key,
+                now.encoded(),
+                found.revision,
+                within=self._etcd.reach.folder,
+                top=list_now[0],
+                there=(self._own, self._history),
+            ):
+                raise WrongEpoch("The members of the cluster have changed.")
+        except EtcdAway as error:
+            raise WrongEpoch(
+                f"The node can't change which node has copies of this user's sessions: {error}"
+            ) from error
+        if list_now != (self._top, self._history):
+            raise WrongEpoch("The members of the cluster have changed.")
+        return now
+
+    async def record(self, lot: int) -> Record | None:
+        """The record of a lot, now; WrongEpoch if etcd does not answer."""
+        try:
+            return _record((await self._etcd.value(self._etcd.reach.lots + b"%04d" % lot)).value)
+        except EtcdAway as error:
+            raise WrongEpoch(
+                f"The node can't find out which node orders this user's sessions: {error}"
+            ) from error
+
+    @property
+    def lease(self) -> int:
+        """That of the node's record, as of the latest list."""
+        return self._lease
+
+    @property
+    def view(self) -> Map | None:
+        """The latest list of members, which the published map may not have yet."""
+        return self._views[-1][1] if self._views else None
+
+    def recorded_epoch(self, term: Term) -> int:
+        """The epoch of a term by etcd's record."""
+        return term.epoch - self._losses * SESSIONS_EPOCHS_MAX
+
     def own_epoch(self, epoch: int) -> int:
         """The epoch in which this node's sessions are, for one of etcd's record in its present history."""
         return epoch + self._losses * SESSIONS_EPOCHS_MAX
@@ -212,9 +285,9 @@ class Primacy:
             self._taken_users += 1
             self._bound()
 
-    def _note_takeover(self, lot: int, epoch: int, was: _Record) -> None:
+    def _note_takeover(self, lot: int, epoch: int, was: Record) -> None:
         self._forget(lot)
-        self._takeovers[lot] = epoch, Takeover(was.node, was.epoch, set())
+        self._takeovers[lot] = epoch, Takeover(was.node, was.epoch, was.standby, was.copies, set())
         self._bound()
 
     def _bound(self) -> None:
@@ -265,8 +338,11 @@ class Primacy:
             if was is None or was[:2] != (self._name, lease):
                 if not (self._is_settled(tenant, user) if was is not None else self._is_history_known()):
                     raise WrongEpoch("The node takes this user's sessions over in a moment.")
-                epoch = 0 if was is None else was.epoch + (was.node != self._name)
-                record = json.dumps([self._name, lease, epoch], separators=(",", ":")).encode()
+                if was is None or was.node != self._name:
+                    new = Record(self._name, lease, 0 if was is None else was.next_epoch)
+                else:  # it continues, and so does its standby
+                    new = was._replace(lease=lease)
+                epoch, record = new.epoch, new.encoded()
                 within, there = self._etcd.reach.folder, (self._own, self._history)
                 if not await self._etcd.claim(
                     key, record, found.revision, within=within, top=top, there=there
@@ -287,12 +363,13 @@ class Primacy:
         return epoch
 
 
-def _record(value: bytes) -> _Record | None:
+def _record(value: bytes) -> Record | None:
     """Parse a record; an unreadable one belongs to no node, in a new epoch."""
     if not value:
         return None
     try:
-        node, lease, epoch = json.loads(value)
-        return _Record(str(node), int(lease), int(epoch))
+        node, lease, epoch, *more = json.loads(value)
+        standby, copies, top = more or ("", 0, 0)
+        return Record(str(node), int(lease), int(epoch), str(standby), int(copies), int(top))
     except (ValueError, TypeError) as error:
         raise WrongEpoch("The record of the node that orders this user's sessions can't be read.") from error

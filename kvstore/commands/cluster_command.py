@@ -194,6 +194,10 @@ def _upkeep_lines(each: Mapping[str, pb.UpkeepState | None]) -> list[str]:
         count = count if one_copy else "unknown"
     line = f"blocks with one copy: {count}"
     lines = [f"{line} ({'; '.join(why)})" if why else line]
+    if alone := sum(one.lots_alone for one in states):
+        lines.append(f"groups of users whose sessions have one copy: {alone}")
+    if left := sum(one.session_blocks_left for one in states):
+        lines.append(f"blocks of sessions still to be copied: {left}")
     if len({one.replicas for one in states}) > 1:
         lines.append("The nodes differ in --cluster-replicas: make it the same on all.")
     return [*lines, f"Not reporting the state of its copies: {', '.join(silent)}."] if silent else lines

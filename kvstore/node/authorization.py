@@ -34,6 +34,9 @@ _OF_NODES: Final = {
     "take sessions",
     "send sessions",
     "take session",
+    "follow sessions",
+    "copy sessions",
+    "delete copies",
 }  # calls reserved for the cluster's nodes, which may make no others
 
 _Context: TypeAlias = "ServicerContext[Any, Any]"

@@ -117,6 +117,8 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             for one in done:
                 if one.error is not None:
                     raise one.error
+            if (upkeep := self._node.upkeep) is not None:
+                await upkeep.moves.standbys.delete(tenant, request.keys)
             self._gate.audit.removed(
                 "delete",
                 tenant=tenant.name,

@@ -67,6 +67,8 @@ def _map_response(
             found.unsure,
             found.full,
         )
+        answer.upkeep.lots_alone = upkeep.moves.standbys.lots_alone
+        answer.upkeep.session_blocks_left = upkeep.moves.hand_overs.copies_left
         answer.upkeep.copied_blocks, answer.upkeep.copied_bytes = upkeep.copied_blocks, upkeep.copied_bytes
     if now.revision > known.revision:
         answer.members_digest, answer.placed_as = membership.digest, placed_as

@@ -82,6 +82,8 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             await self._wait_for_room(tenant)
             named = user_name(tenant.id, request.user)
             self._node.erasures.note(tenant.id, domain_of(request.user))
+            if (upkeep := self._node.upkeep) is not None:
+                upkeep.moves.standbys.note_erasure(tenant.name, request.user)
             async with self._serialized(tenant):
                 erasure = _Erasure(self._node, tenant.id)
                 async with erasure.destroyed([named, domain_of(request.user)]):
@@ -99,6 +101,8 @@ class ErasingService(erasing_pb2_grpc.ErasingServicer):
             tenant = self._gate.enter("erase tenant", context, request.tenant)
             await self._wait_for_room(tenant)
             self._node.erasures.note(tenant.id, None)
+            if (upkeep := self._node.upkeep) is not None:
+                upkeep.moves.standbys.note_erasure(tenant.name, None)
             async with self._serialized(tenant):
                 erasure = _Erasure(self._node, tenant.id)
                 async with erasure.destroyed(None):

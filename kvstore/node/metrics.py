@@ -202,6 +202,16 @@ def _of_upkeep(upkeep: Upkeep | None) -> list[Metric]:
             "Of these, blocks for which the other owner has no room.",
             full,
         ),
+        _gauge(
+            "kvstore_cluster_sessions_one_copy",
+            "Groups of users whose sessions should be on a standby as well, and aren't.",
+            0 if upkeep is None else upkeep.moves.standbys.lots_alone,
+        ),
+        _gauge(
+            "kvstore_cluster_session_blocks_left",
+            "Blocks of sessions still to be copied to their standby.",
+            0 if upkeep is None else upkeep.moves.hand_overs.copies_left,
+        ),
         _counter(
             "kvstore_cluster_copied_blocks_total",
             "Blocks copied to another owner.",

@@ -305,7 +305,7 @@ def _member(store: Store, cluster: ClusterConfig, address: str) -> Member:
     weight = max(1, store.statistics().capacity_bytes >> 30)
     replicas = 0 if cluster.upkeep is None else cluster.upkeep.replicas
     return Member(
-        store.name, cluster.address or address, weight, VERSION, zone=cluster.zone, replicas=replicas
+        store.name, cluster.address or address, weight, VERSION, "", cluster.zone, replicas, standbys=1
     )
 
 

@@ -38,7 +38,7 @@ from kvstore.node.upkeep_service import UPKEEP
 from kvstore.wire import upkeep_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from kvstore.cluster.map import Member
     from kvstore.cluster.membership import Membership
@@ -60,21 +60,30 @@ class _Sending(NamedTuple):
     peer: str  # its name
     tenant: Tenant
     keys: list[bytes]
+    is_copy: bool  # they are copies for a standby: the home stays
 
 
 class HandOvers:
     """The users that a node hands over."""
 
     def __init__(
-        self, node: Node, tenants: Tenants, membership: Membership, peers: Peers, upkeep: Upkeep
+        self,
+        node: Node,
+        tenants: Tenants,
+        membership: Membership,
+        peers: Peers,
+        upkeep: Upkeep,
+        take: Callable[[str, str], Awaitable[str]],
     ) -> None:
+        """`take`: takes a user's sessions here now; returns why not yet, or ""."""
         self._node, self._tenants, self._membership, self._peers = node, tenants, membership, peers
-        self._upkeep = upkeep
+        self._upkeep, self._take_here = upkeep, take
         self._known: OrderedDict[_User, bool] = (
             OrderedDict()
         )  # the last used last; whether they have been taken
         self._offered_left = 0
-        self._sending: dict[_User, _Sending] = {}
+        self._copied: OrderedDict[_User, str] = OrderedDict()  # whose sessions are copied here, by which home
+        self._sending: dict[tuple[_User, bool], _Sending] = {}  # by user, and whether they are for a standby
         self._blocks = 0  # to be sent
         self._has_work = asyncio.Event()
         self.looked = 0  # digest of the map by which all known users were offered to their homes once
@@ -100,22 +109,43 @@ class HandOvers:
         if len(self._known) > SESSIONS_USERS_KNOWN_MAX:
             self._known.popitem(last=False)
 
-    def queue(self, peer: str, tenant: Tenant, user: str, keys: Sequence[bytes]) -> None:
-        """Send blocks of sessions that a member has taken; those beyond the limit are not sent."""
-        self._drop((tenant.name, user))
+    def note_copy(self, tenant: str, user: str, home: str) -> None:
+        """Note that a user's sessions are copied here by their home."""
+        self._copied[tenant, user] = home
+        self._copied.move_to_end((tenant, user))
+        if len(self._copied) > SESSIONS_USERS_KNOWN_MAX:
+            self._copied.popitem(last=False)
+
+    def queue(
+        self, peer: str, tenant: Tenant, user: str, keys: Sequence[bytes], *, is_copy: bool = False
+    ) -> None:
+        """Send blocks of sessions that a member has taken, or has copies of; those beyond the limit are not sent."""
+        one = (tenant.name, user), is_copy
+        was = self._sending.get(one)
+        adds = is_copy and was is not None and was.peer == peer
+        if not adds:
+            self._drop(one)
         wanted = list(dict.fromkeys(keys))[: max(0, SESSIONS_MOVED_BLOCKS_MAX - self._blocks)]
-        self._sending[tenant.name, user] = _Sending(peer, tenant, wanted)
+        if adds and was is not None:
+            was.keys.extend(wanted)
+        else:
+            self._sending[one] = _Sending(peer, tenant, wanted, is_copy)
         self._blocks += len(wanted)
         self._has_work.set()
 
-    def _drop(self, user: _User) -> None:
-        if (sending := self._sending.pop(user, None)) is not None:
+    def _drop(self, one: tuple[_User, bool]) -> None:
+        if (sending := self._sending.pop(one, None)) is not None:
             self._blocks -= len(sending.keys)
 
     @property
     def users_left(self) -> int:
         """How many users' sessions, or blocks of them, are not on their new homes yet."""
-        return self._offered_left + len(self._sending)
+        return self._offered_left + sum(not is_copy for _, is_copy in self._sending)
+
+    @property
+    def copies_left(self) -> int:
+        """How many blocks of sessions have not been sent to standbys yet."""
+        return sum(len(one.keys) for (_, is_copy), one in self._sending.items() if is_copy)
 
     @property
     def have_ended(self) -> bool:
@@ -170,7 +200,23 @@ class HandOvers:
                         self._known[one] = True
 
         await asyncio.gather(*(offer(*one) for one in elsewhere))
+        await asyncio.gather(*(self._offer_copy(one, places) for one in list(self._copied)))
         self.unnamed = await self._count_unnamed() if self._upkeep.is_draining else 0
+
+    async def _offer_copy(self, one: _User, places: asyncio.Semaphore) -> None:
+        """Have a user's home take the sessions whose copies are here, if the home that sent them is no longer one."""
+        home = self._membership.map.home(self._tenants.placed_as(one[0]), one[1])
+        if home is None or home.name == self._copied.get(one, home.name):
+            return
+        async with places:
+            if home.name == self._membership.name:
+                is_taken = not await self._take_here(*one)
+            else:
+                is_taken = await self._is_taken(one, home)
+            if is_taken:
+                self._copied[one] = home.name
+            else:
+                self._offered_left += 1
 
     def _new_home(self, one: _User) -> Member | None:
         """The home of a user, if that is another node, and the user has sessions here that it has not taken."""
@@ -206,7 +252,7 @@ class HandOvers:
         """How many sessions here are of users whose names are not known."""
         ids: dict[str, bytes] = {}
         known: set[tuple[bytes, bytes]] = set()
-        for name, user in self._known:
+        for name, user in (*self._known, *self._copied):
             if name not in ids:
                 try:
                     ids[name] = self._tenants.copied(name).id
@@ -229,16 +275,18 @@ class HandOvers:
         while True:
             await self._has_work.wait()
             self._has_work.clear()
-            for user, sending in list(self._sending.items()):
+            for one, sending in list(self._sending.items()):
+                user, count = one[0], len(sending.keys)
                 try:
                     left = await self._send_to(user, sending)
                 except KvError as error:
                     log.warning("Blocks of sessions could not be sent: %s", error)
                     left = []
-                if self._sending.get(user) is sending:
-                    self._drop(user)
+                if self._sending.get(one) is sending:
+                    left += sending.keys[count:]  # that were added meanwhile
+                    self._drop(one)
                     if left:
-                        self.queue(sending.peer, sending.tenant, user[1], left)
+                        self.queue(sending.peer, sending.tenant, user[1], left, is_copy=sending.is_copy)
             if self._sending:
                 await asyncio.sleep(SESSIONS_MOVE_RETRY_MS / 1000)
 
@@ -246,9 +294,8 @@ class HandOvers:
         """Send a user's blocks to their home; returns the keys of those that could not be sent now."""
         left = list[bytes]()
         for at in range(0, len(sending.keys), UPKEEP_OFFERED_BLOCKS):
-            home = self._membership.map.home(self._tenants.placed_as(user[0]), user[1])
-            if home is None or home.name != sending.peer:
-                return []  # a later home asks that one
+            if not self._is_for(user, sending):
+                return []  # a later home, or standby, asks that one
             some = self._upkeep.stored(sending.tenant, sending.keys[at : at + UPKEEP_OFFERED_BLOCKS])
             if left or not some:
                 left += [block.name[1] for block in some]
@@ -256,6 +303,13 @@ class HandOvers:
             unsent: list[Block] = await self._upkeep.copy_moved(sending.peer, user[0], some)
             left += [block.name[1] for block in unsent]
         return left
+
+    def _is_for(self, user: _User, sending: _Sending) -> bool:
+        """Whether a member should have a user's blocks, as far as is known."""
+        if sending.is_copy:
+            return sending.peer in self._membership.map.names
+        home = self._membership.map.home(self._tenants.placed_as(user[0]), user[1])
+        return home is not None and home.name == sending.peer
 
 
 def _ended(task: asyncio.Task[None]) -> None:

@@ -1,14 +1,16 @@
 """Sessions follow their users: what a node does when it becomes, or has been, the home of users.
 
 The *new* home takes a user's sessions before their first step there: it asks the node that ordered them before, by the
-record in etcd, which sends their keys and turns at once, and the blocks afterwards (`session_hand_overs`).
+record in etcd, which sends their keys and turns at once, and the blocks afterwards (`session_hand_overs`). If that node
+doesn't answer, its standby is asked, which has all that was acknowledged (`session_standbys`).
 
 What always holds: sessions are taken in the term that began with the takeover, before the first step of their user in
 it, or not at all; by then the former home orders none, so what it has is what the last step left. A session is taken
 whole or not. It goes to the member that is named, wherever the caller is. A block is copied only to a session that
 still lists it and lacks it, and that has had no deletion of it since (`upkeep_service.Waited`); blocks deleted on the
 former home are deleted on the new one. A first step waits for SESSIONS_MOVE_MS at most, and for changes under way.
-What it doesn't do: take sessions from a node that doesn't answer; protect them here; remove them there.
+While a standby is on the map, no step is made before it has been asked.
+What it doesn't do: take sessions from a node that doesn't answer and had no standby; remove them there.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ from kvstore.limits import (
 from kvstore.names import domain_of, user_name
 from kvstore.node.calls import Ends
 from kvstore.node.session_changes import change
+from kvstore.node.session_copies import SessionCopies
 from kvstore.node.session_hand_overs import HandOvers
 from kvstore.node.session_names import check_text, name_of
+from kvstore.node.session_standbys import Standbys
 from kvstore.node.upkeep_service import UPKEEP
 from kvstore.storage.items import DeleteItem, SessionItem, SessionStep
 from kvstore.wire import upkeep_pb2 as pb
@@ -79,10 +83,23 @@ class SessionMoves:
         self._expected: dict[int, _Expected] = {}  # by ticket
         self._arriving: dict[tuple[Term, _User], asyncio.Task[None]] = {}
         self.taken_sessions = 0  # since the node started
-        self.hand_overs = HandOvers(node, tenants, membership, peers, upkeep)
+        self.standbys = Standbys(node, tenants, membership, peers, self)
+        self.copies = SessionCopies(node, tenants, membership, self)
+        self.hand_overs = HandOvers(node, tenants, membership, peers, upkeep, self._take_named)
+
+    @property
+    def replicas(self) -> int:
+        """On how many nodes sessions of tenants without a number are."""
+        return self._upkeep.replicas
+
+    def start(self) -> None:
+        """Start what is done in the background."""
+        self.hand_overs.start()
+        self.standbys.start()
 
     async def close(self) -> None:
         """Stop; a step that waits for its user's sessions fails."""
+        await self.standbys.close()
         await self.hand_overs.close()
         for task in list(self._arriving.values()):
             task.cancel()
@@ -110,47 +127,75 @@ class SessionMoves:
         try:
             term = await primacy.enter(self._tenants.placed_as(tenant.name), user)
             await self.arrive(term, tenant, user)
+            await self.standbys.prepare(term, tenant, user)
         except WrongEpoch as error:
             return str(error)
         return ""
+
+    async def _take_named(self, tenant: str, user: str) -> str:
+        try:
+            return await self.take(self._tenants.copied(tenant), user)
+        except KvError as error:
+            return str(error)
 
     async def _arrive(self, term: Term, takeover: Takeover, tenant: Tenant, user: str) -> None:
         ticket = secrets.randbits(63)
         expected = self._expected[ticket] = _Expected(tenant, user, term, set())
         try:
-            async with asyncio.timeout(SESSIONS_MOVE_MS / 1000):
-                await self._ask(ticket, takeover.node, takeover.epoch, tenant, user)
-        except (TimeoutError, grpc.aio.AioRpcError, KvError) as error:
-            log.warning("Sessions were not moved here from node %s: %r", takeover.node, error)
+            await self.copies.end(term.lot)  # a former home gets nothing acknowledged here any more
+            is_done = await self._ask(ticket, takeover, expected)
         finally:
             del self._expected[ticket]
-        # What has begun must have ended before the first step: it would be seen to appear without a step.
-        while expected.taking:
-            await asyncio.wait(expected.taking)
+            # What has begun must have ended before the first step: it would be seen to appear without a step.
+            while expected.taking:
+                await asyncio.wait(expected.taking)
+        if not is_done:
+            raise WrongEpoch(
+                "The node has not taken the user's sessions over from their former home's standby yet."
+            )
         self._membership.primacy.note_taken(term, tenant.name, user)
 
-    async def _ask(self, ticket: int, node: str, epoch: int, tenant: Tenant, user: str) -> None:
+    async def _ask(self, ticket: int, takeover: Takeover, expected: _Expected) -> bool:
+        """Have a user's sessions sent here, as far as anybody can; False if a standby has not sent what it has."""
+        node, epoch, standby, copies, _ = takeover
         for _ in range(SESSIONS_MOVE_HOPS):
-            request = pb.SendSessionsRequest(
-                node=self._membership.name,
-                ticket=ticket,
-                tenant=tenant.name,
-                user=user,
-                epoch=epoch,
-            )
-            if node == self._membership.name:  # the node in between had not taken them
-                answer = await self.send(tenant, request)
-            elif (target := self._target(node)) is None:
-                return
-            else:
-                answer = await self._peers.stub(target).SendSessions(
-                    request, timeout=SESSIONS_MOVE_MS / 1000, metadata=self._peers.metadata
-                )
-            if not answer.earlier_node:
-                return
+            within_ms = SESSIONS_MOVE_MS // 2 if standby else SESSIONS_MOVE_MS
+            answer = await self._asked(ticket, node, epoch, expected, within_ms)
+            if answer is None and standby:
+                answer = await self._asked(ticket, standby, copies, expected, SESSIONS_MOVE_MS)
+                if answer is None:
+                    return self.target(standby) is None  # two nodes are lost
+            if answer is None or not answer.earlier_node:
+                break
             node, epoch = answer.earlier_node, answer.earlier_epoch
+            standby, copies = answer.earlier_standby, answer.earlier_copies
+        return True
 
-    def _target(self, name: str) -> str | None:
+    async def _asked(
+        self, ticket: int, node: str, epoch: int, expected: _Expected, within_ms: int
+    ) -> pb.SendSessionsResponse | None:
+        """Have a node send a user's sessions; None if it has not sent all of them, or is not on the map."""
+        tenant, user = expected.tenant, expected.user
+        request = pb.SendSessionsRequest(
+            node=self._membership.name, ticket=ticket, tenant=tenant.name, user=user, epoch=epoch
+        )
+        answer: pb.SendSessionsResponse
+        try:
+            async with asyncio.timeout(within_ms / 1000):
+                if node == self._membership.name:  # its copies, or the node in between had not taken them
+                    answer = await self.send(tenant, request)
+                elif (target := self.target(node)) is None:
+                    return None
+                else:
+                    answer = await self._peers.stub(target).SendSessions(
+                        request, timeout=within_ms / 1000, metadata=self._peers.metadata
+                    )
+        except (TimeoutError, grpc.aio.AioRpcError, KvError) as error:
+            log.warning("Sessions were not moved here from node %s: %r", node, error)
+            return None
+        return None if answer.is_partial else answer
+
+    def target(self, name: str) -> str | None:
         """The address of a member."""
         return next((one.node for one in self._membership.map.members if one.name == name), None)
 
@@ -164,29 +209,45 @@ class SessionMoves:
         return await asyncio.shield(task)
 
     async def _store(self, expected: _Expected, request: pb.TakeSessionRequest) -> bool:
-        node, (tenant, user, term, _) = self._node, expected
+        tenant, user, term, _ = expected
         try:
-            name = name_of(tenant.id, user, request.session)
-            if node.erasures.refuse_copies(tenant.id, domain_of(user)):
-                return False
-            deleted = frozenset(request.deleted)
-            await self._delete(tenant.id, deleted)
-            item = SessionItem(
-                name,
-                SessionStep.TAKE,
-                Durability.WRITTEN,
-                0,
-                keys=list(request.keys),
-                turns=[Turn(one.first_block, one.tokens, one.began_unix_ms) for one in request.turns],
-                label=request.session.encode(),
-                expires_ms=request.expires_unix_ms,
-                epoch=term.epoch,
-            )
-            await change(node, item)
+            is_stored = await self._keep(tenant, user, request, _item(tenant, user, request, term.epoch))
         except KvError as error:
             log.warning("A session was not moved here: %s", error)
             return False
-        names = [(tenant.id, key) for key in dict.fromkeys(request.keys) if key not in deleted]
+        if is_stored:
+            self.taken_sessions += 1
+            self._node.watchers.session(tenant.id, user, request.session, len(request.keys))
+        return is_stored
+
+    async def store_copy(self, tenant: Tenant, copy: pb.SessionCopy, epoch: int) -> bool:
+        """Store what a step at its home has made of a session; False if this node has not what was before."""
+        item = _item(tenant, copy.user, copy, epoch)._replace(blocks=copy.first_block, replaces=True)
+        if copy.first_block or copy.first_turn:
+            manifests = self._node.store.manifests
+            stored, last = manifests.get(item.name), copy.first_block - 1
+            if (
+                stored is None
+                or stored.manifest.epoch != epoch
+                or len(stored.manifest.turns) < copy.first_turn
+            ):
+                return False
+            manifest = stored.manifest
+            if last >= 0 and manifests.keys_of(tenant.id, manifest, last, last + 1) != [copy.last_key]:
+                return False
+            item = item._replace(turns=[*manifest.turns[: copy.first_turn], *item.turns])
+        return await self._keep(tenant, copy.user, copy, item)
+
+    async def _keep(
+        self, tenant: Tenant, user: str, told: pb.TakeSessionRequest | pb.SessionCopy, item: SessionItem
+    ) -> bool:
+        node = self._node
+        if node.erasures.refuse_copies(tenant.id, domain_of(user)):
+            return False
+        deleted = frozenset(told.deleted)
+        await self.delete(tenant.id, deleted)
+        await change(node, item)
+        names = [(tenant.id, key) for key in dict.fromkeys(told.keys) if key not in deleted]
         async with node.turns.of(UPKEEP) as turn:
             for at in range(0, len(names), SESSION_STEP_BLOCKS):
                 if at:
@@ -194,13 +255,12 @@ class SessionMoves:
                 some = names[at : at + SESSION_STEP_BLOCKS]
                 there = node.store.lookup(some)
                 self._upkeep.waited.lack(one for one, entry in zip(some, there, strict=True) if entry is None)
-        self.taken_sessions += 1
-        node.watchers.session(tenant.id, user, request.session, len(request.keys))
         return True
 
-    async def _delete(self, tenant: bytes, keys: frozenset[bytes]) -> None:
-        """Delete blocks that were deleted on the former home: this node may have been the home before."""
+    async def delete(self, tenant: bytes, keys: frozenset[bytes]) -> None:
+        """Delete blocks that were deleted at another home: this one may have been a home before, or a standby."""
         node, names = self._node, [(tenant, key) for key in keys]
+        self._upkeep.waited.cancel(names)
         found = [
             name for name, entry in zip(names, node.store.lookup(names), strict=True) if entry is not None
         ]
@@ -221,32 +281,41 @@ class SessionMoves:
         term = primacy.term_of(lot, request.epoch)
         if (task := self._arriving.get((term, (tenant.name, request.user)))) is not None:
             await asyncio.wait([task])
+        await self.copies.end(lot)  # what the home that has been replaced still sends is not acknowledged
         takeover = primacy.takeover(term)
         if takeover is not None and (tenant.name, request.user) not in takeover.users:
             primacy.note_taken(term, tenant.name, request.user)
-            return pb.SendSessionsResponse(earlier_node=takeover.node, earlier_epoch=takeover.epoch)
-        keys = list[bytes]()
-        async for session in self._sessions(tenant, request):
+            return pb.SendSessionsResponse(
+                earlier_node=takeover.node,
+                earlier_epoch=takeover.epoch,
+                earlier_standby=takeover.standby,
+                earlier_copies=takeover.copies,
+            )
+        keys, answer = list[bytes](), pb.SendSessionsResponse()
+        async for session in self.sessions_of(tenant, request):
             if request.node == self._membership.name:
                 await self.take_one(session)
-            elif (target := self._target(request.node)) is None:
+            elif (target := self.target(request.node)) is None or (
+                taken := await self._sent(target, session)
+            ) is None:
+                answer.is_partial = True
                 break
-            elif (await self._sent(target, session)).taken:
+            elif taken.taken:
                 deleted = frozenset(session.deleted)
                 keys += [key for key in session.keys if key not in deleted]
         if keys:
             self.hand_overs.queue(request.node, tenant, request.user, keys)
-        return pb.SendSessionsResponse()
+        return answer
 
-    async def _sent(self, target: str, session: pb.TakeSessionRequest) -> pb.TakeSessionResponse:
+    async def _sent(self, target: str, session: pb.TakeSessionRequest) -> pb.TakeSessionResponse | None:
         with suppress(grpc.aio.AioRpcError):
             answer: pb.TakeSessionResponse = await self._peers.stub(target).TakeSession(
                 session, timeout=SESSIONS_MOVE_MS / 1000, metadata=self._peers.metadata
             )
             return answer
-        return pb.TakeSessionResponse()
+        return None
 
-    async def _sessions(
+    async def sessions_of(
         self, tenant: Tenant, request: pb.SendSessionsRequest
     ) -> AsyncIterator[pb.TakeSessionRequest]:
         """A user's sessions of an epoch, the last used first."""
@@ -282,7 +351,7 @@ class SessionMoves:
         if stored is None or stored.manifest.epoch != epoch:
             raise StorageError("The session has been removed meanwhile.")
         manifest = stored.manifest
-        session.expires_unix_ms = manifest.expires_ms
+        session.expires_unix_ms, session.protected_blocks = manifest.expires_ms, manifest.protected
         for first_block, tokens, at_ms in manifest.turns:
             session.turns.add(first_block=first_block, tokens=tokens, began_unix_ms=at_ms)
         async with node.turns.of(UPKEEP) as turn:
@@ -294,3 +363,18 @@ class SessionMoves:
                 gone = [key for key in dict.fromkeys(keys) if (tenant.id, key) in node.deletions]
                 there = node.store.lookup([(tenant.id, key) for key in gone])
                 session.deleted.extend(key for key, entry in zip(gone, there, strict=True) if entry is None)
+
+
+def _item(tenant: Tenant, user: str, told: pb.TakeSessionRequest | pb.SessionCopy, epoch: int) -> SessionItem:
+    return SessionItem(
+        name_of(tenant.id, user, told.session),
+        SessionStep.TAKE,
+        Durability.WRITTEN,
+        0,
+        keys=list(told.keys),
+        turns=[Turn(one.first_block, one.tokens, one.began_unix_ms) for one in told.turns],
+        label=told.session.encode(),
+        expires_ms=told.expires_unix_ms,
+        protected=told.protected_blocks,
+        epoch=epoch,
+    )

@@ -11,7 +11,7 @@ What it doesn't do: move a block's bytes, or know their meaning.
 from __future__ import annotations
 
 import logging
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from kvstore.node.node import Node
     from kvstore.node.tenants import Tenant
     from kvstore.node.time_slices import Turn
+    from kvstore.storage.items import SessionDone
     from kvstore.storage.manifests import Listed, SessionName, Stored
     from kvstore.wire.manifest import Manifest
 
@@ -85,7 +86,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 if request.HasField("time_to_live_ms")
                 else None,
             )
-            async with self._ordered(tenant, request.name) as epoch:
+            async with self._ordered(tenant, request.name, changes=True) as epoch:
                 blocks = await self._changed(item._replace(epoch=epoch), request.name)
             self._node.traces.of(item.name).saw(
                 Step.APPENDED,
@@ -180,7 +181,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             )
             async with (
                 self._ordered(tenant, request.source) as source_epoch,
-                self._ordered(tenant, request.name) as epoch,
+                self._ordered(tenant, request.name, changes=True) as epoch,
             ):
                 whole = self._stored(source, source_epoch).manifest.blocks
                 wanted = request.blocks if request.HasField("blocks") else whole
@@ -199,7 +200,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             item = SessionItem(
                 name, SessionStep.TRUNCATE, kept_durability_of(request.durability), 0, blocks=request.blocks
             )
-            async with self._ordered(tenant, request.name) as epoch:
+            async with self._ordered(tenant, request.name, changes=True) as epoch:
                 left = await self._changed(item._replace(epoch=epoch), request.name)
             names = [name.user + name.session]
             self._gate.audit.removed(
@@ -222,8 +223,10 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 0,
                 delete_blocks=request.delete_blocks,
             )
-            async with self._ordered(tenant, request.name) as epoch:
-                done = await change(self._node, item._replace(epoch=epoch))
+            async with self._ordered(
+                tenant, request.name, changes=True, delete_blocks=request.delete_blocks
+            ) as epoch:
+                done = await self._change(item._replace(epoch=epoch))
             self._node.traces.forget(name)
             self._node.watchers.session(tenant.id, request.name.user, request.name.session, 0, removed=True)
             self._gate.audit.removed(
@@ -244,8 +247,8 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             tenant = self._enter("limit session", context, request.name)
             name, ends_ms = _name(tenant, request.name), self._ends_ms(request.time_to_live_ms)
             item = SessionItem(name, SessionStep.LIMIT, kept_durability_of(request.durability), 0)
-            async with self._ordered(tenant, request.name) as epoch:
-                await change(self._node, item._replace(expires_ms=ends_ms, epoch=epoch))
+            async with self._ordered(tenant, request.name, changes=True) as epoch:
+                await self._change(item._replace(expires_ms=ends_ms, epoch=epoch))
             return pb.LimitSessionResponse(expires_unix_ms=ends_ms)
         raise AssertionError
 
@@ -262,12 +265,12 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                     f"A session has 1 to {SESSION_BLOCKS_MAX} blocks to protect, not {blocks}."
                 )
             item = SessionItem(name, SessionStep.PROTECT, Durability.SYNCED, 0, blocks=blocks)
-            async with self._ordered(tenant, request.name) as epoch:
+            async with self._ordered(tenant, request.name, changes=True) as epoch:
                 self._stored(name, epoch)
                 self._refuse_to_protect(name)
                 self._protecting.add(name)
                 try:
-                    await change(self._node, item._replace(epoch=epoch))
+                    await self._change(item._replace(epoch=epoch))
                 finally:
                     self._protecting.discard(name)
             return pb.ProtectSessionResponse()
@@ -280,11 +283,11 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         async with self._refusals(context, request.name):
             tenant = self._enter("unprotect session", context, request.name)
             name = _name(tenant, request.name)
-            async with self._ordered(tenant, request.name) as epoch:
+            async with self._ordered(tenant, request.name, changes=True) as epoch:
                 was_protected = name in self._node.store.protected
                 if was_protected:
-                    await change(
-                        self._node, SessionItem(name, SessionStep.PROTECT, Durability.WRITTEN, 0, epoch=epoch)
+                    await self._change(
+                        SessionItem(name, SessionStep.PROTECT, Durability.WRITTEN, 0, epoch=epoch)
                     )
             return pb.UnprotectSessionResponse(was_protected=was_protected)
         raise AssertionError
@@ -334,10 +337,13 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         return tenant
 
     @asynccontextmanager
-    async def _ordered(self, tenant: Tenant, name: pb.SessionName) -> AsyncIterator[int | None]:
+    async def _ordered(
+        self, tenant: Tenant, name: pb.SessionName, *, changes: bool = False, delete_blocks: bool = False
+    ) -> AsyncIterator[int | None]:
         """Work on a user's sessions in an epoch in which this node orders them; None: the call uses no map.
 
-        The result is returned only if the node still orders them afterwards, else DeadlineExceeded.
+        The result is returned only if the node still orders them afterwards, and its standby has it, else
+        DeadlineExceeded.
         """
         if not name.map_revision:
             yield None
@@ -347,14 +353,30 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             raise WrongEpoch("The node is in no cluster now.")
         placed_as = self._gate.tenants.placed_as(tenant.name)
         term = await membership.primacy.enter(placed_as, name.user)
+        standby: AbstractAsyncContextManager[None] = nullcontext()
         if (upkeep := self._node.upkeep) is not None:
             await upkeep.moves.arrive(term, tenant, name.user)
+            standbys = upkeep.moves.standbys
+            if changes:
+                standby = standbys.changing(
+                    term, tenant, name.user, name.session, delete_blocks=delete_blocks
+                )
+            else:
+                standby = standbys.reading(term, tenant, name.user)
         try:
-            yield term.epoch
+            async with standby:
+                yield term.epoch
+        except WrongEpoch:  # nothing was done
+            raise
         except KvError:
             await membership.primacy.check(term, placed_as, name.user)
             raise
         await membership.primacy.check(term, placed_as, name.user)
+
+    async def _change(self, item: SessionItem) -> SessionDone:
+        """Execute a step; with two copies it goes on when its caller gives up, and the standby gets it later."""
+        step, upkeep = change(self._node, item), self._node.upkeep
+        return await (step if upkeep is None else upkeep.moves.standbys.run(step))
 
     @asynccontextmanager
     async def _reading(self, name: SessionName, blocks: int) -> AsyncIterator[Turn]:
@@ -416,7 +438,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
 
     async def _changed(self, item: SessionItem, name: pb.SessionName) -> int:
         """Execute a step, and notify watchers; returns how many blocks the session has afterwards."""
-        blocks = (await change(self._node, item)).blocks
+        blocks = (await self._change(item)).blocks
         if not self._has_warned and (elsewhere := self._elsewhere(name)):
             self._has_warned = True
             log.warning(

@@ -141,7 +141,7 @@ class Upkeep:
 
     def start(self) -> None:
         """Start the scans."""
-        self.moves.hand_overs.start()
+        self.moves.start()
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(_ended)
 

@@ -19,6 +19,7 @@ from kvstore.durability import Durability
 from kvstore.errors import KvError, ProtocolError
 from kvstore.limits import (
     SESSION_BLOCKS_MAX,
+    SESSIONS_COPIES_AT_ONCE,
     SESSIONS_MOVED_BLOCKS_MAX,
     UPKEEP_ASKED_BLOCKS,
     UPKEEP_FREE_SHARE,
@@ -26,7 +27,7 @@ from kvstore.limits import (
     UPKEEP_WAITED_MS,
 )
 from kvstore.node.calls import check_keys, refusals
-from kvstore.node.connection import check_block
+from kvstore.node.connection import check_block, check_count
 from kvstore.wire import upkeep_pb2 as pb
 from kvstore.wire import upkeep_pb2_grpc
 from kvstore.wire.record import record_bytes
@@ -270,6 +271,47 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
             check_keys(request.keys, SESSION_BLOCKS_MAX)
             upkeep = self._node.upkeep
             return pb.TakeSessionResponse(taken=upkeep is not None and await upkeep.moves.take_one(request))
+        raise AssertionError
+
+    async def FollowSessions(  # noqa: N802
+        self, request: pb.FollowSessionsRequest, context: Context
+    ) -> pb.FollowSessionsResponse:
+        """Begin to keep copies of a lot's sessions."""
+        async with refusals(context, self._node.counters):
+            self._gate.enter_operator("follow sessions", context)
+            if (upkeep := self._node.upkeep) is None:
+                return pb.FollowSessionsResponse(refused="The node does not replicate.")
+            return await upkeep.moves.copies.follow(request)
+        raise AssertionError
+
+    async def CopySessions(  # noqa: N802
+        self, request: pb.CopySessionsRequest, context: Context
+    ) -> pb.CopySessionsResponse:
+        """Store copies of sessions."""
+        async with refusals(context, self._node.counters):
+            self._gate.enter_operator("copy sessions", context)
+            check_count(len(request.copies), SESSIONS_COPIES_AT_ONCE)
+            for copy in request.copies:
+                if copy.keys:
+                    check_keys(copy.keys, SESSION_BLOCKS_MAX)
+            if (upkeep := self._node.upkeep) is None:
+                return pb.CopySessionsResponse()
+            return await upkeep.moves.copies.keep(request)
+        raise AssertionError
+
+    async def DeleteCopies(  # noqa: N802
+        self, request: pb.DeleteCopiesRequest, context: Context
+    ) -> pb.DeleteCopiesResponse:
+        """Delete blocks of sessions that were deleted at their home."""
+        async with refusals(context, self._node.counters):
+            tenant = self._gate.enter_node("delete copies", context, request.tenant)
+            check_keys(request.keys)
+            if (upkeep := self._node.upkeep) is not None:
+                names = [(tenant.id, key) for key in request.keys]
+                counts = self._node.store.manifests.references(names)
+                named = frozenset(key for (_, key), count in zip(names, counts, strict=True) if count)
+                await upkeep.moves.delete(tenant.id, named)
+            return pb.DeleteCopiesResponse()
         raise AssertionError
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802

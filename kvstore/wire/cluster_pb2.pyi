@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 9e70ae761f32f3774f613a986d8e7a6d
+# Generated from proto sources with BLAKE2b 5dd7beda76bc4f6ed7697ae37635e491
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -42,7 +42,7 @@ class MapResponse(_message.Message):
     def __init__(self, clustered: bool = ..., revision: _Optional[int] = ..., members: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., etcd_away_ms: _Optional[int] = ..., outside: _Optional[str] = ..., members_digest: _Optional[int] = ..., placed_as: _Optional[str] = ..., absent: _Optional[_Iterable[_Union[ClusterMember, _Mapping]]] = ..., lots: _Optional[int] = ..., replicas: _Optional[int] = ..., upkeep: _Optional[_Union[UpkeepState, _Mapping]] = ...) -> None: ...
 
 class UpkeepState(_message.Message):
-    __slots__ = ("replicas", "one_copy", "unsure", "full", "copied_blocks", "copied_bytes", "looking", "unknown", "age_ms")
+    __slots__ = ("replicas", "one_copy", "unsure", "full", "copied_blocks", "copied_bytes", "looking", "unknown", "age_ms", "lots_alone", "session_blocks_left")
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     ONE_COPY_FIELD_NUMBER: _ClassVar[int]
     UNSURE_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,8 @@ class UpkeepState(_message.Message):
     LOOKING_FIELD_NUMBER: _ClassVar[int]
     UNKNOWN_FIELD_NUMBER: _ClassVar[int]
     AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    LOTS_ALONE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_BLOCKS_LEFT_FIELD_NUMBER: _ClassVar[int]
     replicas: int
     one_copy: int
     unsure: int
@@ -61,7 +63,9 @@ class UpkeepState(_message.Message):
     looking: bool
     unknown: bool
     age_ms: int
-    def __init__(self, replicas: _Optional[int] = ..., one_copy: _Optional[int] = ..., unsure: _Optional[int] = ..., full: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., looking: bool = ..., unknown: bool = ..., age_ms: _Optional[int] = ...) -> None: ...
+    lots_alone: int
+    session_blocks_left: int
+    def __init__(self, replicas: _Optional[int] = ..., one_copy: _Optional[int] = ..., unsure: _Optional[int] = ..., full: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., looking: bool = ..., unknown: bool = ..., age_ms: _Optional[int] = ..., lots_alone: _Optional[int] = ..., session_blocks_left: _Optional[int] = ...) -> None: ...
 
 class ClusterMember(_message.Message):
     __slots__ = ("name", "node", "weight", "version", "draining", "zone")

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 9e70ae761f32f3774f613a986d8e7a6d
+# Generated from proto sources with BLAKE2b 5dd7beda76bc4f6ed7697ae37635e491
 from kvstore.wire import blocks_pb2 as _blocks_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

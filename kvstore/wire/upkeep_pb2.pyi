@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 9e70ae761f32f3774f613a986d8e7a6d
+# Generated from proto sources with BLAKE2b 5dd7beda76bc4f6ed7697ae37635e491
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from kvstore.wire import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers
@@ -156,31 +156,121 @@ class SendSessionsRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., ticket: _Optional[int] = ..., tenant: _Optional[str] = ..., user: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class SendSessionsResponse(_message.Message):
-    __slots__ = ("earlier_node", "earlier_epoch")
+    __slots__ = ("earlier_node", "earlier_epoch", "is_partial", "earlier_standby", "earlier_copies")
     EARLIER_NODE_FIELD_NUMBER: _ClassVar[int]
     EARLIER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_STANDBY_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_COPIES_FIELD_NUMBER: _ClassVar[int]
     earlier_node: str
     earlier_epoch: int
-    def __init__(self, earlier_node: _Optional[str] = ..., earlier_epoch: _Optional[int] = ...) -> None: ...
+    is_partial: bool
+    earlier_standby: str
+    earlier_copies: int
+    def __init__(self, earlier_node: _Optional[str] = ..., earlier_epoch: _Optional[int] = ..., is_partial: bool = ..., earlier_standby: _Optional[str] = ..., earlier_copies: _Optional[int] = ...) -> None: ...
 
 class TakeSessionRequest(_message.Message):
-    __slots__ = ("ticket", "session", "keys", "turns", "expires_unix_ms", "deleted")
+    __slots__ = ("ticket", "session", "keys", "turns", "expires_unix_ms", "deleted", "protected_blocks")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TURNS_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     DELETED_FIELD_NUMBER: _ClassVar[int]
+    PROTECTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     session: str
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     turns: _containers.RepeatedCompositeFieldContainer[_sessions_pb2.Turn]
     expires_unix_ms: int
     deleted: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, ticket: _Optional[int] = ..., session: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., turns: _Optional[_Iterable[_Union[_sessions_pb2.Turn, _Mapping]]] = ..., expires_unix_ms: _Optional[int] = ..., deleted: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    protected_blocks: int
+    def __init__(self, ticket: _Optional[int] = ..., session: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., turns: _Optional[_Iterable[_Union[_sessions_pb2.Turn, _Mapping]]] = ..., expires_unix_ms: _Optional[int] = ..., deleted: _Optional[_Iterable[bytes]] = ..., protected_blocks: _Optional[int] = ...) -> None: ...
 
 class TakeSessionResponse(_message.Message):
     __slots__ = ("taken",)
     TAKEN_FIELD_NUMBER: _ClassVar[int]
     taken: bool
     def __init__(self, taken: bool = ...) -> None: ...
+
+class FollowSessionsRequest(_message.Message):
+    __slots__ = ("node", "lease", "lot", "epoch", "copies")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    LOT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    lease: int
+    lot: int
+    epoch: int
+    copies: int
+    def __init__(self, node: _Optional[str] = ..., lease: _Optional[int] = ..., lot: _Optional[int] = ..., epoch: _Optional[int] = ..., copies: _Optional[int] = ...) -> None: ...
+
+class FollowSessionsResponse(_message.Message):
+    __slots__ = ("refused", "ticket")
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    refused: str
+    ticket: int
+    def __init__(self, refused: _Optional[str] = ..., ticket: _Optional[int] = ...) -> None: ...
+
+class SessionCopy(_message.Message):
+    __slots__ = ("ticket", "tenant", "user", "session", "removed", "first_block", "last_key", "keys", "first_turn", "turns", "expires_unix_ms", "protected_blocks", "deleted", "is_list", "listed", "delete_blocks")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    LAST_KEY_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TURN_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    PROTECTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    IS_LIST_FIELD_NUMBER: _ClassVar[int]
+    LISTED_FIELD_NUMBER: _ClassVar[int]
+    DELETE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    tenant: str
+    user: str
+    session: str
+    removed: bool
+    first_block: int
+    last_key: bytes
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    first_turn: int
+    turns: _containers.RepeatedCompositeFieldContainer[_sessions_pb2.Turn]
+    expires_unix_ms: int
+    protected_blocks: int
+    deleted: _containers.RepeatedScalarFieldContainer[bytes]
+    is_list: bool
+    listed: _containers.RepeatedScalarFieldContainer[str]
+    delete_blocks: bool
+    def __init__(self, ticket: _Optional[int] = ..., tenant: _Optional[str] = ..., user: _Optional[str] = ..., session: _Optional[str] = ..., removed: bool = ..., first_block: _Optional[int] = ..., last_key: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., first_turn: _Optional[int] = ..., turns: _Optional[_Iterable[_Union[_sessions_pb2.Turn, _Mapping]]] = ..., expires_unix_ms: _Optional[int] = ..., protected_blocks: _Optional[int] = ..., deleted: _Optional[_Iterable[bytes]] = ..., is_list: bool = ..., listed: _Optional[_Iterable[str]] = ..., delete_blocks: bool = ...) -> None: ...
+
+class CopySessionsRequest(_message.Message):
+    __slots__ = ("copies",)
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    copies: _containers.RepeatedCompositeFieldContainer[SessionCopy]
+    def __init__(self, copies: _Optional[_Iterable[_Union[SessionCopy, _Mapping]]] = ...) -> None: ...
+
+class CopySessionsResponse(_message.Message):
+    __slots__ = ("kept",)
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    kept: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, kept: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class DeleteCopiesRequest(_message.Message):
+    __slots__ = ("tenant", "keys")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tenant: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class DeleteCopiesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

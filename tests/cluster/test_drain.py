@@ -144,6 +144,10 @@ def test_a_node_reports_counts_only_of_a_full_scan_under_the_current_map() -> No
     upkeep._membership, upkeep.replicas = membership, 2
     upkeep.is_looking, upkeep.copied_blocks, upkeep.copied_bytes = True, 0, 0
     upkeep.looked, upkeep.ended, upkeep.found = 0, Found(), Found(one_copy=1)
+    left: Any = SimpleNamespace(
+        standbys=SimpleNamespace(lots_alone=3), hand_overs=SimpleNamespace(copies_left=7)
+    )
+    upkeep.moves = left
     upkeep._node = SimpleNamespace(clock=SimpleNamespace(monotonic_ns=lambda: 9_000_000_000))  # type: ignore[assignment]
     for membership.digest, upkeep.looked, is_known in (
         (0, 0, False),
@@ -156,6 +160,7 @@ def test_a_node_reports_counts_only_of_a_full_scan_under_the_current_map() -> No
         state = _map_response(membership, upkeep, Map(0), Map(0), "").upkeep
         assert (state.unknown, state.one_copy) == (not is_known, 5 if is_known else 0)
         assert state.age_ms == (7_000 if is_known else 0)
+        assert (state.lots_alone, state.session_blocks_left) == (3, 7)
         (metric,) = [one for one in _of_upkeep(upkeep) if one.name == "kvstore_cluster_one_copy_blocks"]
         assert math.isnan(metric.samples[0].value) != is_known
 
@@ -163,6 +168,11 @@ def test_a_node_reports_counts_only_of_a_full_scan_under_the_current_map() -> No
 def test_unknown_counts_are_shown_as_unknown() -> None:
     known, unknown = UpkeepState(one_copy=3), UpkeepState(unknown=True)
     assert _upkeep_lines({"a": known, "b": known}) == ["blocks with one copy: 6"]
+    alone = UpkeepState(lots_alone=2, session_blocks_left=9)
+    assert _upkeep_lines({"a": alone, "b": alone})[1:] == [
+        "groups of users whose sessions have one copy: 4",
+        "blocks of sessions still to be copied: 18",
+    ]
     assert _upkeep_lines({"a": known, "b": unknown}) == [
         "blocks with one copy: 3 or more (1 of 2 nodes have not scanned their blocks by this map)"
     ]

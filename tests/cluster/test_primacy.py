@@ -10,7 +10,7 @@ import asyncio
 import os
 import random
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,12 @@ from kvstore.cluster.etcd import EtcdAway, Found
 from kvstore.cluster.etcd_history import EtcdMemory
 from kvstore.cluster.map import DRAINING, Member
 from kvstore.cluster.membership import Membership
-from kvstore.cluster.primacy import _Record
+from kvstore.cluster.primacy import Record
 from kvstore.errors import DeadlineExceeded, WrongEpoch
 from kvstore.limits import SESSIONS_EPOCHS_MAX, SESSIONS_KNOWN_MS, SESSIONS_MOVE_MS, SESSIONS_TAKING_MS
+from kvstore.node.session_copies import SessionCopies
 from kvstore.node.session_moves import SessionMoves
+from kvstore.node.session_standbys import Standbys, _common
 from kvstore.wire import upkeep_pb2 as pb
 from tests.cluster.history import Call, End, Kind, faults
 from tests.cluster.simulated import FakeClient, FakeEtcd, LoopClock, run
@@ -47,10 +49,18 @@ class SimulatedMoves(SessionMoves):
 
     def __init__(self, node: Node, world: SimulatedHomes) -> None:
         self.own, self.world = node, world
-        real: Any = SimpleNamespace()
-        tenants: Any = SimpleNamespace(placed_as=lambda name: name)
+        real: Any = SimpleNamespace(replicas=world.replicas, clock=LoopClock())
+        tenants: Any = SimpleNamespace(
+            placed_as=lambda name: name, replicas=lambda _: 0, copied=lambda _: TENANT
+        )
         peers: Any = SimpleNamespace(stub=self._stub, metadata=())
         super().__init__(real, tenants, node.membership, peers, real)
+        self.hand_overs: Any = SimpleNamespace(
+            note=nothing, note_copy=nothing, queue=nothing, close=self._nothing
+        )
+        self.standbys = SimulatedStandbys(real, tenants, node.membership, peers, self)
+        self.copies = SimulatedCopies(real, tenants, node.membership, self)
+        self.standbys.start()
         self.pending: set[asyncio.Task[Any]] = set()
 
     def _stub(self, target: str) -> Any:
@@ -59,7 +69,14 @@ class SimulatedMoves(SessionMoves):
                 self._call, target, lambda other, request: other.moves.send(TENANT, request)
             ),
             TakeSession=partial(self._call, target, self._take),
+            FollowSessions=partial(
+                self._call, target, lambda other, request: other.moves.copies.follow(request)
+            ),
+            CopySessions=partial(self._call, target, lambda other, request: other.moves.copies.keep(request)),
         )
+
+    async def _nothing(self) -> None:
+        """Close nothing."""
 
     @staticmethod
     async def _take(other: Node, request: pb.TakeSessionRequest) -> pb.TakeSessionResponse:
@@ -75,12 +92,12 @@ class SimulatedMoves(SessionMoves):
         metadata: object,
     ) -> Any:
         del metadata
-        rng = self.world.rng
+        rng, delays_s = self.world.rng, self.world.delays_s
         try:
             async with asyncio.timeout(timeout):
-                await asyncio.sleep(rng.random() * rng.choice((0.01, 0.01, 0.3, 2)))
+                await asyncio.sleep(rng.random() * rng.choice(delays_s))
                 other = next((one for one in self.world.nodes.values() if one.target == target), None)
-                if other is None or self.own.is_dead:
+                if other is None or self.own.is_dead or {self.own.name, other.name} & self.world.cut_off:
                     await asyncio.Future()
                 assert other is not None
                 task = asyncio.create_task(does(other, request))
@@ -90,12 +107,12 @@ class SimulatedMoves(SessionMoves):
                 if task.cancelled():
                     raise rpc_error(grpc.StatusCode.UNAVAILABLE, "it has died")
                 answer = task.result()
-                await asyncio.sleep(rng.random() * rng.choice((0.01, 0.01, 0.3, 2)))
+                await asyncio.sleep(rng.random() * rng.choice(delays_s))
                 return answer
         except TimeoutError:
             raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED) from None
 
-    async def _sessions(self, tenant: Any, request: Any) -> AsyncIterator[pb.TakeSessionRequest]:
+    async def sessions_of(self, tenant: Any, request: Any) -> AsyncIterator[pb.TakeSessionRequest]:
         del tenant
         epoch, values = self.own.drive.get(request.user, (-1, []))
         if epoch == self.own.primacy.own_epoch(request.epoch):
@@ -108,6 +125,46 @@ class SimulatedMoves(SessionMoves):
             return False
         self.own.drive[user] = (term.epoch, [key.decode() for key in request.keys])
         self.world.moved += 1
+        return True
+
+
+class SimulatedStandbys(Standbys):
+    """The real code, over a drive that is simulated."""
+
+    _moves: SimulatedMoves
+
+    def _stored(self, one: Any, session: str) -> Any:
+        del session
+        epoch, values = self._moves.own.drive.get(one.user, (-1, []))
+        return epoch, tuple(values)
+
+    async def _difference(self, one: Any, session: str, before: Any) -> pb.SessionCopy:
+        epoch, values = self._stored(one, session)
+        first = _common(before[1], values) if epoch == before[0] else 0
+        keys = map(str.encode, values[first:])
+        return pb.SessionCopy(user=one.user, session=session, first_block=first, keys=keys)
+
+
+class SimulatedCopies(SessionCopies):
+    """The same on the standby."""
+
+    _moves: SimulatedMoves
+
+    async def _store(self, followed: Any, copy: pb.SessionCopy) -> bool:
+        own, rng = self._moves.own, self._moves.world.rng
+        await asyncio.sleep(rng.random() * rng.choice(self._moves.world.delays_s))
+        epoch, values = own.drive.get(copy.user, (-1, []))
+        if own.is_dead or epoch > followed.copies:
+            return False
+        if copy.is_list:
+            if not copy.listed and epoch == followed.copies:
+                del own.drive[copy.user]
+            return True
+        if copy.first_block and (epoch < followed.copies or len(values) < copy.first_block):
+            return False
+        values = [*values[: copy.first_block], *(key.decode() for key in copy.keys)]
+        own.drive[copy.user] = followed.copies, values
+        self._moves.world.copied += 1
         return True
 
 
@@ -127,8 +184,9 @@ class Node:
         self.target = f"10.0.0.1:{1000 + int(name[-1])}"
         self.membership = Membership(self.way, LoopClock(), memory or EtcdMemory("test"))
         self.membership.start()
-        self.membership.join(Member(name, self.target))
-        self.moves = SimulatedMoves(self, world or SimulatedHomes(0))
+        world = world or SimulatedHomes(0)
+        self.membership.join(Member(name, self.target, replicas=world.replicas, standbys=1))
+        self.moves = SimulatedMoves(self, world)
 
     @property
     def primacy(self) -> Primacy:
@@ -143,9 +201,21 @@ class Node:
             task.cancel()
         if kindly:
             await self.membership.close()
+        self.way.is_away = True  # for what of it goes on
+
+
+@dataclass
+class _Step:
+    kind: Kind
+    value: str | None = None
+    first: int | None = None
+    has_changed: bool = False
 
 
 class SimulatedHomes:
+    replicas = 1  # on how many nodes sessions are
+    delays_s: tuple[float, ...] = (0.01, 0.01, 0.3, 2.0)  # of a message between nodes, up to one of these
+
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.etcd = FakeEtcd()
@@ -157,7 +227,8 @@ class SimulatedHomes:
         self.backup: tuple[Any, ...] | None = None
         self.nodes: dict[str, Node] = {}
         self.history: list[Call] = []
-        self.values = self.moved = 0
+        self.values = self.moved = self.copied = 0
+        self.cut_off: set[str] = set()  # nodes that no other node reaches
         self.is_over = False
 
     def begin(self, name: str) -> None:
@@ -199,37 +270,50 @@ class SimulatedHomes:
     async def call(self, rng: random.Random, number: int, node: Node, user: str) -> None:
         loop = asyncio.get_running_loop()
         began_s, kind = loop.time(), rng.choice((Kind.APPEND, Kind.RESUME, Kind.RESUME, Kind.DELETE))
-        value, first, end = None, None, End.UNKNOWN
+        one, end = _Step(kind), End.UNKNOWN
         try:
-            term = await node.primacy.enter("", user)
-            await node.moves.arrive(term, TENANT, user)
-            await asyncio.sleep(rng.random() * rng.choice((0.01, 0.1, 8)))
-            if node.is_dead:
-                return  # it has ended before it did anything
-            epoch, values = node.drive.get(user, (0, []))
-            if epoch > term.epoch:
-                return  # refused, as by the store
-            values = values if epoch == term.epoch else []
-            if kind is Kind.RESUME:
-                value = "/".join(values)
-            else:
-                self.values += 1
-                value, first = (f"v{self.values}", len(values)) if kind is Kind.APPEND else (None, None)
-                node.drive[user] = (term.epoch, [*values, value] if value else [])
-            await asyncio.sleep(rng.random() * rng.choice((0.01, 0.1, 8)))
-            await node.primacy.check(term, "", user)
+            await self.step(rng, node, user, one)
             if not node.is_dead:
                 end = End.DONE
         except WrongEpoch:
+            assert not one.has_changed, "what was done is not said to have not been done"
             return
         except asyncio.CancelledError:
-            if node.is_dead:
+            if not node.is_dead:
+                raise
+            if not one.has_changed:
                 return
-            raise
         except DeadlineExceeded:
             pass
         if kind is not Kind.RESUME or end is End.DONE:
-            self.history.append(Call(number, kind, user, value, began_s, loop.time(), end, first))
+            call = Call(number, kind, user, one.value, began_s, loop.time(), end, one.first)
+            self.history.append(call)
+
+    async def step(self, rng: random.Random, node: Node, user: str, one: _Step) -> None:
+        """A step, as a node makes it: WrongEpoch if it does not."""
+        term = await node.primacy.enter("", user)
+        await node.moves.arrive(term, TENANT, user)
+        standbys = node.moves.standbys
+        async with (
+            standbys.reading(term, TENANT, user)
+            if one.kind is Kind.RESUME
+            else standbys.changing(term, TENANT, user, "chat")
+        ):
+            await asyncio.sleep(rng.random() * rng.choice((0.01, 0.1, 8)))
+            epoch, values = node.drive.get(user, (0, []))
+            if node.is_dead or epoch > term.epoch:
+                raise WrongEpoch("It has ended before it did anything, or was refused by the store.")
+            values = values if epoch == term.epoch else []
+            if one.kind is Kind.RESUME:
+                one.value = "/".join(values)
+            else:
+                self.values += 1
+                if one.kind is Kind.APPEND:
+                    one.value, one.first = f"v{self.values}", len(values)
+                node.drive[user] = (term.epoch, [*values, one.value] if one.value else [])
+                one.has_changed = True
+            await asyncio.sleep(rng.random() * rng.choice((0.01, 0.1, 8)))
+        await node.primacy.check(term, "", user)
 
     async def settle(self) -> None:
         for node in self.nodes.values():
@@ -249,6 +333,10 @@ class SimulatedHomes:
                     continue
                 orders += 1
             assert orders == 1, user
+
+
+def nothing(*_: object, **__: object) -> None:
+    """Do nothing."""
 
 
 @pytest.mark.parametrize("tenth", range(10))
@@ -449,14 +537,15 @@ def test_a_first_step_waits_for_a_session_that_is_being_stored_when_its_time_is_
         await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
         primacy, moves = world.nodes["node0"].primacy, world.nodes["node0"].moves
         term = await primacy.enter("", "ada")
-        primacy._note_takeover(term.lot, term.epoch, _Record("node1", 1, 0))
-        assert primacy.takeover(term) == ("node1", 0, set())
+        primacy._note_takeover(term.lot, term.epoch, Record("node1", 1, 0))
+        assert primacy.takeover(term) == ("node1", 0, "", 0, set())
         assert primacy.takeover(term._replace(epoch=term.epoch + 1)) is None, (
             "that of another epoch doesn't count"
         )
 
-        async def ask(ticket: int, *_: object) -> None:
+        async def ask(ticket: int, *_: object) -> bool:
             await moves.take_one(pb.TakeSessionRequest(ticket=ticket, session="chat"))
+            return True
 
         async def store(_: object, request: pb.TakeSessionRequest) -> bool:
             await asyncio.sleep(2 * SESSIONS_MOVE_MS / 1000)

@@ -169,6 +169,7 @@ class Chaos:
             )
         for worker in self.workers:
             assert worker.ask("go on") == "go on"
+        until("sessions have two copies", SETTLED_S, lambda: self.workers[0].ask("sessions_alone") == 0)
 
     def harm(self, kind: str | None = None) -> str:
         """Inject a failure for a while, and repair it; returns its description."""

@@ -65,7 +65,7 @@ def test_failures_lose_nothing_and_undo_no_deletion(seed: int, tmp_path: Path) -
         raise
     finally:
         network.close()
-    found = faults(history, may_lose_sessions=True)
+    found = faults(history)
     assert not found, f"{'; '.join(done)}\n" + "\n".join(found[:10])
     print(f"{done[0]}, {done[1]}: {counted(history)}", flush=True)  # noqa: T201
     acknowledged = Counter(call.kind for call in history if call.end is End.DONE)

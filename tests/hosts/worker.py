@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvstore.client import ClusterBlock, ClusterClient, Hit
+from kvstore.commands.cluster_command import _upkeep
 from kvstore.errors import KvError, NoSession, SessionRefused
 from kvstore.limits import KEY_BYTES
 from kvstore.miss import Miss, MissReason
@@ -221,6 +222,12 @@ class Worker:
                 continue
             there += 1
         return there
+
+    def sessions_alone(self) -> int:
+        """How many lots' sessions have one copy, as far as the members report; 1 for each that doesn't."""
+        nodes = self._client.nodes
+        states = _upkeep(nodes.reach, nodes.map).values()
+        return sum(1 if state is None else state.lots_alone for state in states)
 
     def fill(self, node: str) -> str:
         """Put more to one node than its drive has room for."""

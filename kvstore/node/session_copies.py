@@ -1,0 +1,161 @@
+"""Copies of other homes' sessions: the side of the standby (`session_standbys` is that of the home).
+
+A home asks this node to follow a lot, and gets a ticket, with which it sends what each step has made of a session. If
+the home is lost, the lot's next home takes the sessions from here, as it would from the former home (`session_moves`).
+
+What always holds: a ticket is given only to the node that orders the lot by the record in etcd, under its lease. It is
+void, and what came with it has been stored or refused, before these copies are sent to the lot's next home. So a home
+that has been replaced gets no step acknowledged here. Copies have an epoch of their own, and count for no client.
+What it doesn't do: order sessions, or decide that it is a standby, which the record in etcd says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from kvstore.durability import Durability
+from kvstore.errors import KvError, WrongEpoch
+from kvstore.limits import SESSIONS_LISTED_STEP, SESSIONS_STANDBY_LOTS_MAX
+from kvstore.names import user_name
+from kvstore.node.session_changes import change
+from kvstore.node.session_names import name_of
+from kvstore.node.upkeep_service import UPKEEP
+from kvstore.storage.items import SessionItem, SessionStep
+from kvstore.wire import upkeep_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvstore.cluster.membership import Membership
+    from kvstore.cluster.primacy import Record
+    from kvstore.node.node import Node
+    from kvstore.node.session_moves import SessionMoves
+    from kvstore.node.tenants import Tenant, Tenants
+
+__all__ = ["SessionCopies"]
+
+
+class _Followed:
+    """A lot whose sessions are copied here."""
+
+    def __init__(self, lot: int, node: str, copies: int) -> None:
+        self.lot, self.node, self.copies = lot, node, copies
+        self.storing: set[asyncio.Task[bool]] = set()
+
+    async def end(self) -> None:
+        """Wait until what has come is stored or refused."""
+        while self.storing:
+            await asyncio.wait(self.storing)
+
+
+class SessionCopies:
+    """The lots that a node follows. Used in its event loop only."""
+
+    def __init__(self, node: Node, tenants: Tenants, membership: Membership, moves: SessionMoves) -> None:
+        self._node, self._tenants, self._membership = node, tenants, membership
+        self._moves = moves
+        self._followed: dict[int, _Followed] = {}  # by ticket
+        self._tickets: OrderedDict[int, int] = OrderedDict()  # by lot
+        self._asking: dict[int, set[object]] = {}  # calls that may get a ticket, by lot
+
+    async def follow(self, request: pb.FollowSessionsRequest) -> pb.FollowSessionsResponse:
+        """Begin to keep copies of a lot's sessions."""
+        lot, asked = request.lot, object()
+        asking = self._asking.setdefault(lot, set())
+        asking.add(asked)
+        try:
+            await self.end(lot, is_over=False)
+            record = await self._membership.primacy.record(lot)
+            refused = "" if asked in asking else "The lot was taken over meanwhile."
+        except WrongEpoch as error:
+            return pb.FollowSessionsResponse(refused=str(error))
+        finally:
+            asking.discard(asked)
+            if not asking:
+                self._asking.pop(lot, None)
+        if record is None or not self._is_of(record, request):
+            refused = "The record of the lot in etcd doesn't say so."
+        if refused or lot in self._tickets:
+            return pb.FollowSessionsResponse(refused=refused or "Another call has just been answered.")
+        ticket = secrets.randbits(63)
+        self._followed[ticket] = _Followed(
+            lot, request.node, self._membership.primacy.own_epoch(request.copies)
+        )
+        self._tickets[lot] = ticket
+        while len(self._tickets) > SESSIONS_STANDBY_LOTS_MAX:
+            del self._followed[self._tickets.popitem(last=False)[1]]
+        return pb.FollowSessionsResponse(ticket=ticket)
+
+    def _is_of(self, record: Record, request: pb.FollowSessionsRequest) -> bool:
+        copies = record.copies if record.standby == self._membership.name else 0
+        return record[:3] == (request.node, request.lease, request.epoch) and request.copies in {
+            copies,
+            record.top,
+        }
+
+    async def end(self, lot: int, *, is_over: bool = True) -> None:
+        """Accept no more copies of a lot's sessions with a ticket given so far."""
+        if is_over and lot in self._asking:
+            self._asking[lot].clear()
+        if (ticket := self._tickets.pop(lot, None)) is not None:
+            await self._followed.pop(ticket).end()
+
+    async def keep(self, request: pb.CopySessionsRequest) -> pb.CopySessionsResponse:
+        """Store copies, those of one ticket in order."""
+        by_ticket: dict[int, list[int]] = {}
+        for at, copy in enumerate(request.copies):
+            by_ticket.setdefault(copy.ticket, []).append(at)
+        kept = [False] * len(request.copies)
+
+        async def keep(places: list[int]) -> None:
+            for at in places:
+                kept[at] = await self._keep(request.copies[at])
+                if not kept[at]:
+                    break
+
+        await asyncio.gather(*(keep(places) for places in by_ticket.values()))
+        return pb.CopySessionsResponse(kept=kept)
+
+    async def _keep(self, copy: pb.SessionCopy) -> bool:
+        if (followed := self._followed.get(copy.ticket)) is None:
+            return False
+        task = asyncio.create_task(self._store(followed, copy))
+        followed.storing.add(task)
+        task.add_done_callback(followed.storing.discard)
+        return await asyncio.shield(task)
+
+    async def _store(self, followed: _Followed, copy: pb.SessionCopy) -> bool:
+        try:
+            tenant = self._tenants.copied(copy.tenant)
+            self._moves.hand_overs.note_copy(tenant.name, copy.user, followed.node)
+            if copy.is_list:
+                await self._remove_others(tenant, copy, followed.copies)
+            elif copy.removed:
+                await self._remove(tenant, copy, copy.session, followed.copies)
+            else:
+                return await self._moves.store_copy(tenant, copy, followed.copies)
+        except KvError:
+            return False
+        return True
+
+    async def _remove(self, tenant: Tenant, copy: pb.SessionCopy, session: str, epoch: int) -> None:
+        name = name_of(tenant.id, copy.user, session)
+        if self._node.store.manifests.get(name) is not None:
+            item = SessionItem(name, SessionStep.REMOVE, Durability.WRITTEN, 0, epoch=epoch)
+            await change(self._node, item._replace(delete_blocks=copy.delete_blocks))
+
+    async def _remove_others(self, tenant: Tenant, copy: pb.SessionCopy, epoch: int) -> None:
+        """Remove copies of a user's sessions that the home has no more."""
+        listed, behind = frozenset(copy.listed), b""
+        named = user_name(tenant.id, copy.user)
+        while True:
+            async with self._node.turns.of(UPKEEP):
+                found = self._node.store.manifests.of_user(tenant.id, named, behind, SESSIONS_LISTED_STEP)
+            for one in found:
+                label = (one.label or b"").decode(errors="replace")
+                if one.epoch == epoch and one.label is not None and label not in listed:
+                    await self._remove(tenant, copy, label, epoch)
+            if len(found) < SESSIONS_LISTED_STEP:
+                return
+            behind = found[-1].session

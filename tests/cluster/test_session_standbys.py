@@ -1,0 +1,59 @@
+"""A user's sessions survive the loss of their home, on a real cluster that keeps two copies."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.client.block_calls import Stored
+from kvstore.errors import NoSession
+from tests.cluster.test_session_moves import USERS, Conversations
+from tests.cluster.test_sessions import keys as keys_of
+from tests.cluster.test_upkeep import RealCluster, told
+from tests.nic_offload.rig import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Iterator[Conversations]:
+    with ExitStack() as stack:
+        chats = Conversations(RealCluster(tmp_path, stack, 3))
+        chats.begin()
+        yield chats
+
+
+def test_a_conversation_goes_on_with_hits_after_its_home_is_killed(chats: Conversations) -> None:
+    world, home = chats.world, chats.homes()
+    lost = next(node for node in world.nodes if node.target == home[USERS[0]])
+    theirs = [user for user in USERS if home[user] == lost.target]
+    chats.nodes.session(theirs[0], "gone").append(chats.keys[theirs[0]][:1], tokens=16)
+    chats.nodes.session(theirs[0], "gone").remove()
+    chats.nodes.session(theirs[0], "chat").fork("fork")
+    chats.nodes.session(theirs[0], "chat").protect(2)
+    deleted = chats.keys[theirs[-1]].pop()
+    chats.nodes.session(theirs[-1], "chat").truncate(3)
+    chats.nodes.session(theirs[-1], "other").append([deleted], tokens=16)
+    wait_until(lambda: told(lost).upkeep.session_blocks_left == 0, "their blocks are at standbys", WAIT_S)
+    assert told(lost).upkeep.lots_alone == 0
+    assert chats.nodes.of(theirs[-1]).delete([deleted]) == [True]
+    lost.kill()
+    world.nodes.remove(lost)
+    for user in theirs:
+        wait_until(lambda user=user: keys_of(chats.nodes, user) is not None, "another home", WAIT_S)  # type: ignore[misc]
+        assert keys_of(chats.nodes, user) == chats.keys[user]
+        assert chats.is_whole(user)
+        assert chats.turns(user) == [(0, 32), (2, 16 if user != theirs[-1] else 8)]
+    assert chats.nodes.session(theirs[0], "fork").keys() == chats.keys[theirs[0]]
+    with pytest.raises(NoSession):
+        chats.nodes.session(theirs[0], "gone").keys()
+    assert chats.nodes.session(theirs[0], "chat").unprotect(), "protection went with it"
+    assert chats.nodes.session(theirs[-1], "other").keys() == [deleted]
+    (found,) = chats.nodes.of(theirs[-1]).exists([deleted])
+    assert not isinstance(found, Stored), "a deleted block is deleted at the standby"

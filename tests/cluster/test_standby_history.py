@@ -1,0 +1,265 @@
+"""Sessions with a standby, in simulated time: one node at a time is lost, cut off or drained, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from kvstore.cluster.etcd import EtcdAway, Found
+from kvstore.cluster.map import DRAINING
+from kvstore.cluster.primacy import Record, Term
+from kvstore.errors import DeadlineExceeded, WrongEpoch
+from kvstore.limits import SESSIONS_TAKING_MS
+from kvstore.wire import upkeep_pb2 as pb
+from tests.cluster.history import End, faults
+from tests.cluster.simulated import run
+from tests.cluster.test_primacy import CLIENTS, FAILOVER_S, SEEDS, STEPS, TENANT, Node, SimulatedHomes, orders
+
+HARMS = 6
+
+
+class OneAtATime(SimulatedHomes):
+    """Nodes with two copies of each session; when one is away, the others are there, and have caught up."""
+
+    replicas = 2
+    delays_s = (*(0.01,) * 30, 0.3, 2.0)
+
+    async def harm(self) -> None:
+        rng = self.rng
+        for _ in range(300):
+            if not any(node.moves.standbys.lots_alone for node in self.nodes.values()):
+                break
+            await asyncio.sleep(0.1)
+        name = rng.choice(sorted(self.nodes))
+        node = self.nodes[name]
+        kind = rng.choice(("killed", "stopped", "restarted", "cut off", "no etcd", "drained", "joins"))
+        if kind == "joins" and (new := sorted(self.drives.keys() - self.nodes.keys())):
+            self.begin(new[0])
+        elif kind in {"killed", "stopped", "restarted"}:
+            del self.nodes[name]
+            await node.end(kindly=kind == "stopped")
+        elif kind == "cut off":  # from the other nodes
+            self.cut_off = {name}
+        elif kind == "no etcd":
+            node.way.is_away = True
+        else:
+            with suppress(EtcdAway):
+                await node.membership.announce(DRAINING)
+        await asyncio.sleep(rng.random() * (1 if kind == "restarted" else rng.choice((3, 12, 40))))
+        if name not in self.nodes:
+            self.begin(name)
+        self.nodes[name].way.is_away = False
+        self.cut_off = set()
+        with suppress(EtcdAway):
+            await self.nodes[name].membership.announce("")
+        await asyncio.sleep(FAILOVER_S)
+
+
+class AllAtOnce(SimulatedHomes):
+    """The same under any failures at any time, of etcd's data too."""
+
+    replicas = 2
+
+
+class Count:
+    def __init__(self) -> None:
+        self.done = self.copied = 0
+
+    async def history(self, world: SimulatedHomes, harms: int, *, may_lose: bool) -> None:
+        leases = asyncio.create_task(world.etcd.run())
+        for name in sorted(world.drives)[:3]:
+            world.begin(name)
+        clients = [asyncio.create_task(world.client(number)) for number in range(CLIENTS)]
+        await asyncio.sleep(FAILOVER_S)
+        for _ in range(harms):
+            await world.harm()
+        await world.settle()
+        world.is_over = True
+        await asyncio.gather(*clients)
+        await world.check()
+        found = faults(world.history, may_lose_sessions=may_lose)
+        assert not found, found
+        leases.cancel()
+        self.done += sum(one.end is End.DONE for one in world.history)
+        self.copied += world.copied
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_no_acknowledged_step_is_lost_with_one_node(tenth: int) -> None:
+    count = Count()
+    for seed in range(tenth, SEEDS, 10):
+        try:
+            run(count.history(OneAtATime(seed), HARMS, may_lose=False))
+        except (AssertionError, ValueError) as error:
+            error.add_note(f"seed {seed}")
+            raise
+    assert count.done > 10 * SEEDS / 10
+    assert count.copied > SEEDS / 10
+
+
+@pytest.mark.parametrize("fifth", range(5))
+def test_a_standby_that_lacks_a_step_is_never_believed(fifth: int) -> None:
+    """Two nodes may be lost at a time, and then sessions are; but none goes back to what it was before."""
+    count = Count()
+    for seed in range(fifth, SEEDS // 2, 5):
+        try:
+            run(count.history(AllAtOnce(seed), STEPS, may_lose=True))
+        except (AssertionError, ValueError) as error:
+            error.add_note(f"seed {seed}")
+            raise
+    assert count.copied > SEEDS / 10
+
+
+async def a_home_and_its_standby(world: SimulatedHomes, user: str) -> tuple[Node, Node, Term]:
+    """Two nodes, of which one has acknowledged a step."""
+    for name in ("node0", "node1"):
+        world.begin(name)
+    await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
+    (home,) = [one for one in world.nodes.values() if await orders(one, user)]
+    (standby,) = [one for one in world.nodes.values() if one is not home]
+    term = await home.primacy.enter("", user)
+    await append(home, term, user, "v1")
+    record = await home.primacy.amend(term)
+    assert (record.standby, standby.drive[user]) == (standby.name, (record.copies, ["v1"]))
+    return home, standby, term
+
+
+async def append(home: Node, term: Term, user: str, value: str) -> None:
+    async with home.moves.standbys.changing(term, TENANT, user, "chat"):
+        home.drive[user] = term.epoch, [*home.drive.get(user, (0, []))[1], value]
+
+
+async def taken_over(node: Node, user: str) -> list[str]:
+    """A user's session, when the node orders it."""
+    await asyncio.sleep(FAILOVER_S)
+    term = await node.primacy.enter("", user)
+    await node.moves.arrive(term, TENANT, user)
+    epoch, values = node.drive.get(user, (-1, []))
+    return values if epoch == term.epoch else []
+
+
+def test_a_ticket_is_void_once_the_lot_has_another_home() -> None:
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, standby, term = await a_home_and_its_standby(world, "ada")
+        record = await home.primacy.amend(term)
+        key = home.way.reach.lots + b"%04d" % term.lot
+        later = Record("node3", 77, record.next_epoch)
+        world.etcd.lots[key] = Found(later.encoded(), world.etcd.lots[key].revision + 1)
+        request = pb.SendSessionsRequest(node="node3", user="ada", epoch=record.copies)
+        await standby.moves.send(TENANT, request)
+        with pytest.raises(DeadlineExceeded, match="not at the node's standby"):
+            await append(home, term, "ada", "v2")
+        assert standby.drive["ada"] == (record.copies, ["v1"])
+        leases.cancel()
+
+    run(history())
+
+
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_a_standby_has_all_acknowledged_steps_or_none(*, is_cut_off: bool) -> None:
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, standby, term = await a_home_and_its_standby(world, "ada")
+        world.cut_off = {standby.name} if is_cut_off else set()
+        await append(home, term, "ada", "v2")
+        assert home.moves.standbys.lots_alone == is_cut_off
+        del world.nodes[home.name]
+        await home.end(kindly=False)
+        world.cut_off = set()
+        assert await taken_over(standby, "ada") == ([] if is_cut_off else ["v1", "v2"])
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_standby_that_was_away_gets_what_it_has_missed() -> None:
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, standby, term = await a_home_and_its_standby(world, "ada")
+        world.cut_off = {standby.name}
+        await append(home, term, "ada", "v2")
+        world.cut_off = set()
+        await asyncio.sleep(FAILOVER_S)
+        assert home.moves.standbys.lots_alone == 0
+        assert standby.drive["ada"] == ((await home.primacy.amend(term)).copies, ["v1", "v2"])
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_read_waits_for_the_step_under_way() -> None:
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, standby, term = await a_home_and_its_standby(world, "ada")
+        world.cut_off = {standby.name}
+        change = asyncio.create_task(append(home, term, "ada", "v2"))
+        await asyncio.sleep(0.2)
+        assert home.drive["ada"] == (term.epoch, ["v1", "v2"])
+        assert not change.done()
+        async with home.moves.standbys.reading(term, TENANT, "ada"):
+            assert change.done(), "what a read has seen is not undone later"
+        leases.cancel()
+
+    run(history())
+
+
+def test_no_first_step_is_made_before_the_standby_of_a_lost_home_has_sent_what_it_has() -> None:
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, standby, _ = await a_home_and_its_standby(world, "another")
+        (user, *_) = [user for user in map(str, range(20)) if await orders(home, user)]
+        term = await home.primacy.enter("", user)
+        record = Record("lost", 1, 0, standby.name, 1, 1)
+        home.primacy._note_takeover(term.lot, term.epoch, record)
+        standby.drive[user] = 1, ["v1"]
+        world.cut_off = {standby.name}
+        with pytest.raises(WrongEpoch, match="former home's standby"):
+            await home.moves.arrive(term, TENANT, user)
+        world.cut_off = set()
+        await home.moves.arrive(term, TENANT, user)
+        assert home.drive[user] == (term.epoch, ["v1"])
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_step_whose_end_at_the_standby_is_unknown_is_sent_again_as_a_whole() -> None:
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, standby, term = await a_home_and_its_standby(world, "ada")
+        standby.drive["ada"] = standby.drive["ada"][0], []  # it has refused a step, say
+        await append(home, term, "ada", "v2")
+        assert standby.drive["ada"] == ((await home.primacy.amend(term)).copies, ["v1", "v2"])
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_step_whose_caller_has_given_up_is_sent_before_it_is_seen() -> None:
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, standby, term = await a_home_and_its_standby(world, "ada")
+
+        async def given_up() -> None:
+            async with home.moves.standbys.changing(term, TENANT, "ada", "chat"):
+                home.drive["ada"] = term.epoch, ["v1", "v2"]
+                await asyncio.sleep(1)
+
+        step = asyncio.create_task(given_up())
+        await asyncio.sleep(0.5)
+        step.cancel()
+        async with home.moves.standbys.reading(term, TENANT, "ada"):
+            assert standby.drive["ada"][1] == ["v1", "v2"]
+        leases.cancel()
+
+    run(history())
