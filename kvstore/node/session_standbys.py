@@ -103,6 +103,7 @@ class Standbys:
         self._sending: set[asyncio.Task[None]] = set()
         self._under_way: set[asyncio.Task[Any]] = set()  # changes that may outlive their callers
         self._task: asyncio.Task[None] | None = None
+        self._used: set[str] = set()  # nodes that have been standbys of lots ordered here
         self._counted = 0  # lots without a standby, when that was last looked at
 
     def start(self) -> None:
@@ -204,11 +205,11 @@ class Standbys:
 
     async def delete(self, tenant: Tenant, keys: Sequence[bytes]) -> None:
         """Delete blocks of sessions at the standbys too; DeadlineExceeded if one has not answered."""
-        peers = {one.standby for one in self._lots.values() if one.standby}
+        peers = [one for one in self._used if self._may_stay(one)]
         counts = self._node.store.manifests.references([(tenant.id, key) for key in keys]) if peers else []
         if named := [key for key, count in zip(keys, counts, strict=False) if count]:
             request = pb.DeleteCopiesRequest(tenant=tenant.name, keys=named)
-            calls = [self._call(peer, "DeleteCopies", request) for peer in peers if self._may_stay(peer)]
+            calls = [self._call(peer, "DeleteCopies", request) for peer in peers]
             if any(
                 isinstance(one, BaseException) for one in await asyncio.gather(*calls, return_exceptions=True)
             ):
@@ -281,6 +282,8 @@ class Standbys:
         lot.is_known = False  # should the answer of etcd be lost
         record = await self._membership.primacy.amend(lot.term, standby, copies)
         lot.standby, lot.copies, lot.is_known = record.standby, record.copies, True
+        if lot.standby:
+            self._used.add(lot.standby)
 
     async def _is_replaced(self, lot: _Lot, wanted: str) -> bool:
         """Have another standby: it is one when it has the sessions of all users."""
@@ -385,6 +388,7 @@ class Standbys:
                 alone += self._alone(lots[at : at + SESSIONS_COPIES_AT_ONCE])
                 await asyncio.sleep(0)
             self._counted = len(alone)
+            self._used = {one for one in self._used if self._may_stay(one)}
             for at in range(0, len(alone), SESSIONS_COPIES_AT_ONCE):
                 await asyncio.gather(*map(self._seek, alone[at : at + SESSIONS_COPIES_AT_ONCE]))
                 await asyncio.sleep(0)
