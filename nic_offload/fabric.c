@@ -169,7 +169,7 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, ui
 	fabric->work_max = work_max;
 	fabric->answer_ns = answer_ns;
 	fabric->chunks_max = (work_max + WORK_CHUNK - 1) / WORK_CHUNK;
-	fabric->next_deadline_ns = fabric->held_until_ns = fabric->cold_notify_ns = UINT64_MAX;
+	fabric->next_deadline_ns = fabric->over_at_ns = fabric->held_until_ns = fabric->cold_notify_ns = UINT64_MAX;
 	fabric->started_ns = tk_now_ns();
 	pthread_mutex_init(&fabric->handle_lock, NULL);
 	pthread_mutex_init(&fabric->inbox_lock, NULL);

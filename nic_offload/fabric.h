@@ -352,7 +352,8 @@ struct tk_fabric {
 	uint64_t held_until_ns; /* the earliest time at which a block that a desk holds for a peer may be released */
 	uint64_t cold_notify_ns; /* when calls that desks answered from drives are reported */
 	uint32_t in_flight;
-	uint64_t next_deadline_ns;
+	uint64_t next_deadline_ns, over_at_ns; /* over_at_ns: when the next of these is reported, unless a caller has seen it: */
+	struct tk_group *over, *last_over;     /* puts that ended while no caller waited */
 	uint64_t now_ns; /* the time of this round: reading the clock costs as much as polling a word */
 	uint32_t spins_alone; /* rounds left until it yields again */
 	int rested; /* rounds since the completion queue was last read */
@@ -361,8 +362,7 @@ struct tk_fabric {
 	uint64_t looked_ns, look_until_ns; /* the last search for sockets (0: one is due), and when searches end */
 	uint64_t look_next_ns;		   /* no search begins before this time */
 	uint64_t doubt_ns, doubt_next_ns;  /* the pause between searches after a movement without a wake-up, and its end */
-	int doubts;			   /* the next search is one of these */
-	int sockets_found;		   /* new ones, in the last search */
+	int doubts, sockets_found;	   /* the next search is one of these; new ones, in the last search */
 	uint64_t started_ns, busy_ns; /* `busy_ns`: when a round last found something to do */
 	struct work *finished;
 	struct tk_event *pending;

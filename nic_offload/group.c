@@ -3,8 +3,11 @@
  *
  * The progress thread writes into the rows when puts fire and when the peer acknowledges them. A caller sleeps
  * here until enough rows are over, and is woken at once. So a successful batch, of any number of blocks, costs no
- * event, or one (TK_OVER) if no caller is waiting when its last row ends. An acknowledgement above `good_max` of the
- * row's watch, and every failure, is reported as an event; the application decides, and ends the row itself.
+ * event, or one (TK_OVER) if no caller is waiting when its last row ends. If it is a batch of puts, the event is
+ * OVER_NS late, and is not reported if a caller has seen the end by then: one that keeps several puts under way waits
+ * for each after its end, and would pay for a second thread of its process that handles the event. An acknowledgement
+ * above `good_max` of the row's watch, and every failure, is reported as an event; the application decides, and ends
+ * the row itself.
  *
  * What always holds: a row ends once and doesn't change afterwards. A group is freed when its owner has closed it and
  * no work item refers to it. Rows are read and written under the lock, so a reader never sees half of an update.
@@ -16,6 +19,8 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+
+#define OVER_NS 5000000u
 
 struct tk_group {
 	pthread_mutex_t lock;
@@ -29,6 +34,8 @@ struct tk_group {
 	uint32_t waiters;
 	uint32_t wanted_prefix; /* the smallest number that a waiter waits for */
 	int is_reported;	/* TK_OVER was reported, or a waiter has seen the end */
+	struct tk_group *next_over; /* of those to be reported, */
+	uint64_t over_at_ns;	    /* and when */
 	struct turn *turn;
 	uint8_t *copies; /* of each row: its block is being read from the node's memory */
 	char *heads;	 /* heads of the blocks of puts, each preceded by its metadata */
@@ -100,7 +107,7 @@ void tk_group_close(struct tk_group *group)
 	group_release(group);
 }
 
-/* Under the lock. Returns whether TK_OVER is to be reported. */
+/* Under the lock. Returns whether the last row ended, and no caller was waiting. */
 static int end_row(struct tk_group *group, struct tk_row *row, uint32_t code)
 {
 	if (row->over)
@@ -115,10 +122,7 @@ static int end_row(struct tk_group *group, struct tk_row *row, uint32_t code)
 		group->prefix++;
 	if (group->waiters && (!group->open || !group->unlanded || group->prefix >= group->wanted_prefix))
 		pthread_cond_broadcast(&group->changed);
-	if (group->open || group->waiters || group->is_reported)
-		return 0;
-	group->is_reported = 1;
-	return 1;
+	return !group->open && !group->waiters && !group->is_reported;
 }
 
 void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns)
@@ -149,12 +153,51 @@ int tk_group_land(struct tk_group *group, uint32_t row, uint64_t now_ns)
 	return 0;
 }
 
+static void report_later(struct tk_fabric *fabric, struct tk_group *group, uint64_t at_ns)
+{
+	group_use(group);
+	group->over_at_ns = at_ns;
+	if (fabric->over)
+		fabric->last_over->next_over = group;
+	else
+		fabric->over = group;
+	fabric->last_over = group;
+	fabric->over_at_ns = fabric->over->over_at_ns;
+}
+
+static void remove_first_over(struct tk_fabric *fabric)
+{
+	struct tk_group *group = fabric->over;
+	fabric->over = group->next_over;
+	fabric->over_at_ns = fabric->over ? fabric->over->over_at_ns : UINT64_MAX;
+	group_release(group);
+}
+
+void report_over(struct tk_fabric *fabric)
+{
+	for (struct tk_group *group; fabric->over_at_ns <= fabric->now_ns; remove_first_over(fabric)) {
+		group = fabric->over;
+		pthread_mutex_lock(&group->lock);
+		int was_reported = group->is_reported;
+		group->is_reported = 1;
+		pthread_mutex_unlock(&group->lock);
+		if (!was_reported)
+			report(fabric, TK_OVER, group->tag, 0, 0, fabric->now_ns);
+	}
+}
+
+void groups_end(struct tk_fabric *fabric)
+{
+	while (fabric->over)
+		remove_first_over(fabric);
+}
+
 void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code)
 {
 	struct tk_group *group = watch->group;
 	struct tk_row *row = &group->rows[watch->row];
 	uint64_t now_ns = tk_now_ns();
-	int over = 0;
+	int over = 0, is_soon = !group->head_bytes;
 	pthread_mutex_lock(&group->lock);
 	if (!row->over && !group->copies[watch->row]) {
 		row->over_ns = now_ns;
@@ -162,10 +205,13 @@ void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uin
 		row->code = code;
 		if (code >= watch->final_code)
 			over = end_row(group, row, code);
+		group->is_reported |= over && is_soon;
 	}
 	pthread_mutex_unlock(&group->lock);
-	if (over)
+	if (over && is_soon)
 		report(fabric, TK_OVER, group->tag, 0, 0, now_ns);
+	else if (over)
+		report_later(fabric, group, now_ns + OVER_NS);
 }
 
 void group_copies(struct tk_group *group, uint32_t row, int copies)

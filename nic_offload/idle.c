@@ -260,7 +260,7 @@ static int has_endpoints(struct tk_fabric *fabric)
 
 static uint64_t sleep_ns(struct tk_fabric *fabric, uint64_t idle_ns, int working)
 {
-	uint64_t now_ns = fabric->now_ns, longest_ns = idle_ns / SLEEP_SHARE;
+	uint64_t now_ns = fabric->now_ns, longest_ns = idle_ns / SLEEP_SHARE, at_ns = fabric->next_deadline_ns;
 	if (longest_ns < SLEEP_NS_MIN)
 		longest_ns = SLEEP_NS_MIN;
 	if (longest_ns > SLEEP_NS_MAX)
@@ -274,8 +274,10 @@ static uint64_t sleep_ns(struct tk_fabric *fabric, uint64_t idle_ns, int working
 	}
 	if (fabric->caller_runs && fabric->rest_until_ns < now_ns + longest_ns)
 		longest_ns = fabric->rest_until_ns > now_ns ? fabric->rest_until_ns - now_ns : 0;
-	if (fabric->next_deadline_ns < now_ns + longest_ns)
-		longest_ns = fabric->next_deadline_ns > now_ns + NAP_NS_MIN ? fabric->next_deadline_ns - now_ns : NAP_NS_MIN;
+	if (fabric->over_at_ns < at_ns)
+		at_ns = fabric->over_at_ns;
+	if (at_ns < now_ns + longest_ns)
+		longest_ns = at_ns > now_ns + NAP_NS_MIN ? at_ns - now_ns : NAP_NS_MIN;
 	return longest_ns;
 }
 

@@ -94,6 +94,8 @@ void group_release(struct tk_group *group);
 void group_fired(struct tk_group *group, uint32_t row, uint64_t now_ns);
 void group_acked(struct tk_fabric *fabric, const struct tk_ack_watch *watch, uint32_t code);
 void group_copies(struct tk_group *group, uint32_t row, int copies); /* while set, no word ends that row */
+void report_over(struct tk_fabric *fabric); /* groups of puts that are due */
+void groups_end(struct tk_fabric *fabric);  /* the thread ends */
 
 /* posting.c: what is posted, what has completed */
 int status_of_provider(int error);

@@ -42,6 +42,7 @@ static int run_round(struct tk_fabric *fabric)
 	ring_doorbells(fabric);
 	poll_desks(fabric);
 	poll_cold(fabric);
+	report_over(fabric);
 	busy |= expire(fabric);
 	publish_soon(fabric);
 	give_back_finished(fabric);
@@ -102,6 +103,7 @@ void *core_progress(void *argument)
 	refuse_put_off(fabric);
 	lanes_end(fabric);
 	readers_end(fabric);
+	groups_end(fabric);
 	turn_end(fabric->turn);
 	pthread_mutex_lock(&fabric->inbox_lock);
 	fabric->ended = 1;
