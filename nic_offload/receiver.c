@@ -167,7 +167,7 @@ void count_later(struct tk_receiver *receiver, int change)
 	__atomic_store_n(&receiver->later_count, receiver->later_count + (uint32_t)change, __ATOMIC_RELAXED);
 }
 
-/* Under the lock. Shortens the list of blocks by those that lanes took. */
+/* Under the lock. Shortens the list of blocks by those that lanes or the application took. */
 void remove_gone(struct tk_receiver *receiver)
 {
 	uint32_t left = 0, later_at = 0;
@@ -191,26 +191,23 @@ int tk_receiver_take(struct tk_receiver *receiver, int all, struct tk_came *out,
 		     struct tk_receiver_state *state)
 {
 	int count = 0;
-	uint32_t left = 0;
 	pthread_mutex_lock(&receiver->lock);
-	for (uint32_t i = 0; i < receiver->came_count; i++) {
+	for (uint32_t i = 0; i < receiver->came_count && count < out_max; i++) {
 		struct tk_came *came = &receiver->came[i];
 		int is_later = came->under_way == LATER;
-		if (came->under_way == GONE)
+		if (came->under_way == GONE || (is_later && !all && !receiver->is_call_next))
 			continue;
-		if (count == out_max || (is_later && !all && !receiver->is_call_next)) {
-			receiver->came[left++] = *came;
-			continue;
-		}
 		out[count] = *came;
 		if (is_later) {
 			out[count].under_way = 0;
 			count_later(receiver, -1);
 		}
+		came->under_way = GONE;
 		count++;
 	}
-	__atomic_store_n(&receiver->came_count, left, __ATOMIC_RELAXED);
-	receiver->gone_count = receiver->later_at = 0;
+	remove_gone(receiver);
+	receiver->later_at = 0;
+	uint32_t left = receiver->came_count;
 	receiver->on_lanes = 0;
 	receiver->is_notified = left > receiver->later_count || (left && receiver->is_call_next);
 	receiver->is_call_next = receiver->is_notified && receiver->is_call_next;

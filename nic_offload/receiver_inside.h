@@ -20,7 +20,7 @@ struct reading {
 };
 
 #define LATER 0xff /* instead of a lane's number: the block waits for a full lane, or for ground */
-#define GONE 0xfe  /* the same: a lane has taken a block that waited */
+#define GONE 0xfe  /* the same: a lane or the application has it */
 _Static_assert(TK_DRIVES_MAX < GONE, "no lane has this number");
 
 /* A slot: the generation of its current or next put; the flag value that announces it, 0 once it has arrived; the last
