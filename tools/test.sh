@@ -25,12 +25,14 @@ without_symbols=(unshare --mount -- sh -c 'mount --bind /dev/null /proc/kallsyms
 "${without_symbols[@]}" true 2>/dev/null || without_symbols=()
 if (($#)) && [[ $1 != hostile && $1 != engines ]]; then exec "$py" -m pytest "$@"; fi
 
-beside=3
+beside=4 # the parts of the cluster's tests mostly wait
 parts=(client cluster node nic_offload storage conformance programs sim)
 declare -A paths=([programs]="tests/benchmarks tests/crash tests/examples")
 for name in "${parts[@]}"; do paths[$name]=${paths[$name]:-tests/$name}; done
 paths[rest]=$(for name in "${parts[@]}"; do printf -- '--ignore=%s ' ${paths[$name]}; done)" --ignore=tests/hostile"
-parts=("${parts[@]:0:3}" rest "${parts[@]:3}")
+paths[sessions]="tests/cluster/test_session*.py"
+paths[cluster]="tests/cluster --ignore-glob=*/test_session*.py"
+parts=("${parts[@]:0:2}" sessions "${parts[@]:2:1}" rest "${parts[@]:3}")
 paths[counts]="tests/hostile/test_counts.py tests/hostile/test_many_clients.py"
 paths[hostile]="tests/hostile $(printf -- '--ignore=%s ' ${paths[counts]})"
 paths[vllm]="tests/engines/test_vllm*.py"
