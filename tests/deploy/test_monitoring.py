@@ -15,6 +15,7 @@ from kvstore.errors import Overloaded
 from kvstore.names import block_key
 from kvstore.node.tenants import token_digest
 from tests.conftest import pin_too_much, small_client, small_node
+from tests.nic_offload.rig import wait_until
 from tests.node.test_http import ask, bearer, http_url
 
 if TYPE_CHECKING:
@@ -60,9 +61,15 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
             client.exists([key])
             with pytest.raises(Overloaded):
                 pin_too_much(client)
-        _, _, text = ask(http_url(node) + "/metrics", bearer("acme"))
+        scraped: list[bytes] = []
+
+        def has_counted_the_failure() -> bool:
+            scraped[:] = [ask(http_url(node) + "/metrics", bearer("acme"))[2]]
+            return b"kvstore_calls_failed_total{" in scraped[0]
+
+        wait_until(has_counted_the_failure, "the call that failed is counted, after its caller has the error")
     families, labels, values = {}, dict(OF_PROMETHEUS), set()
-    for family in text_string_to_metric_families(text.decode()):
+    for family in text_string_to_metric_families(scraped[0].decode()):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         for sample in family.samples:
             labels.setdefault(sample.name, set()).update(sample.labels)

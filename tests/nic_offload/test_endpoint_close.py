@@ -128,33 +128,35 @@ def slot_watch(pair: Pair, slot: int, length: int, deadline_ns: int = 0) -> Land
 
 
 def test_landed_puts_stay_landed_and_others_fail(provider: str) -> None:
-    """Few of twenty checksums of 8 MiB are done when the endpoint is closed; if all are, it tries again."""
+    """Few of a hundred checksums of 8 MiB are done when the endpoint is closed; if all are, it tries again."""
     needs_ends_of_their_own(provider)
     assert any(close_while_summing(provider) for _ in range(8))
 
 
 def close_while_summing(provider: str) -> bool:
     """Whether the endpoint was closed before all checksums were made; the promises hold either way."""
-    length = 8 << 20
+    length, landed, watched = 8 << 20, 100, 120
     with Pair(provider, length) as pair:
         far = pair.far
         block = os.urandom(length)
         far.fill(0, block)
-        for slot in range(20):
+        for slot in range(landed):
             far.word(slot).store(7)
-        watch_landings(far.fabric, [slot_watch(pair, slot, length) for slot in range(40)])
-        wait_until(lambda: far.fabric.statistics().landed == 20, "twenty flags seen")
+        watch_landings(far.fabric, [slot_watch(pair, slot, length) for slot in range(watched)])
+        wait_until(lambda: far.fabric.statistics().landed == landed, "the flags are seen")
         far.endpoint.close()
         far.reap()
         summed = len([event for event in far.events if event.kind == EventKind.LANDED])
-        finals = far.all_final(range(40))
-        assert {(finals[i].kind, finals[i].value) for i in range(20)} == {(EventKind.LANDED, crc32c(block))}
-        assert {(finals[i].kind, finals[i].status) for i in range(20, 40)} == {
+        finals = far.all_final(range(watched))
+        assert {(finals[i].kind, finals[i].value) for i in range(landed)} == {
+            (EventKind.LANDED, crc32c(block))
+        }
+        assert {(finals[i].kind, finals[i].status) for i in range(landed, watched)} == {
             (EventKind.WATCH_FAILED, -errno.ECANCELED)
         }
-        assert len(far.events) == 40
+        assert len(far.events) == watched
         far.region.close()
-    return summed < 20
+    return summed < landed
 
 
 def test_ack_watches_of_a_closed_endpoint_are_dropped(pair: Pair) -> None:
