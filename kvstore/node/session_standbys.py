@@ -255,7 +255,7 @@ class Standbys:
         return self._now_ns() < lot.retry_ns or not self._wanted(term.lot)
 
     async def _ensure(self, lot: _Lot, term: Term, one: _User) -> None:
-        """Make it so that the standby has all of a user's sessions, or the record names none; WrongEpoch if neither."""
+        """See to it that the standby has all of a user's sessions, or that the record names none; else WrongEpoch."""
         primacy = self._membership.primacy
         if self._is_settled(lot, term, one):
             return
@@ -394,7 +394,7 @@ class Standbys:
                 await asyncio.sleep(0)
 
     async def _seek(self, lot: _Lot) -> None:
-        """Look for a standby for a lot; of a new one, all users of the lot have the benefit."""
+        """Look for a standby for a lot. A new one gets the sessions of all its users."""
         if not lot.users or (lot.is_known and not lot.standby and not self._wanted(lot.term.lot)):
             return
         one = next(reversed(lot.users.values()))

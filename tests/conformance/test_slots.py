@@ -178,7 +178,7 @@ def test_endpoints_that_close_one_after_another_cost_one_flush(backend: Backend)
 
 
 def test_a_flush_delays_no_operation_of_another_fabric(backend: Backend) -> None:
-    """Whoever can't wait for it, also for a counter of the NIC's, opens a fabric of their own."""
+    """An application that can't wait for this, even for a counter of the NIC's, opens another fabric."""
     if backend.provider == "cxi" and not flushes_for_a_second():
         pytest.skip("about a flush of a second: see tests/cassini/test_whole_flush.py")
     with Stage(backend) as stage:
