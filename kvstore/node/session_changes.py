@@ -7,7 +7,8 @@ What it doesn't do: decide whether this node may change the session.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvstore.errors import KvError
 from kvstore.limits import SESSION_STEP_BLOCKS
@@ -15,12 +16,22 @@ from kvstore.node.calls import Ends
 from kvstore.storage.items import SessionStep
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from kvstore.node.node import Node
     from kvstore.storage.items import SessionDone, SessionItem
 
-__all__ = ["change"]
+__all__ = ["change", "to_its_end"]
+
+T = TypeVar("T")
+
+
+async def to_its_end(work: Coroutine[Any, Any, T], under_way: set[asyncio.Task[T]]) -> T:
+    """Execute work that continues when its caller gives up; until its end it is among those `under_way`."""
+    task = asyncio.create_task(work)
+    under_way.add(task)
+    task.add_done_callback(under_way.discard)
+    return await asyncio.shield(task)
 
 
 async def change(node: Node, item: SessionItem) -> SessionDone:

@@ -20,7 +20,7 @@ from kvstore.durability import Durability
 from kvstore.errors import KvError, WrongEpoch
 from kvstore.limits import SESSIONS_LISTED_STEP, SESSIONS_STANDBY_LOTS_MAX
 from kvstore.names import user_name
-from kvstore.node.session_changes import change
+from kvstore.node.session_changes import change, to_its_end
 from kvstore.node.session_names import name_of
 from kvstore.node.upkeep_service import UPKEEP
 from kvstore.storage.items import SessionItem, SessionStep
@@ -120,10 +120,7 @@ class SessionCopies:
     async def _keep(self, copy: pb.SessionCopy) -> bool:
         if (followed := self._followed.get(copy.ticket)) is None:
             return False
-        task = asyncio.create_task(self._store(followed, copy))
-        followed.storing.add(task)
-        task.add_done_callback(followed.storing.discard)
-        return await asyncio.shield(task)
+        return await to_its_end(self._store(followed, copy), followed.storing)
 
     async def _store(self, followed: _Followed, copy: pb.SessionCopy) -> bool:
         try:

@@ -34,7 +34,7 @@ from kvstore.limits import (
 )
 from kvstore.names import domain_of, user_name
 from kvstore.node.calls import Ends
-from kvstore.node.session_changes import change
+from kvstore.node.session_changes import change, to_its_end
 from kvstore.node.session_copies import SessionCopies
 from kvstore.node.session_hand_overs import HandOvers
 from kvstore.node.session_names import check_text, name_of
@@ -203,10 +203,7 @@ class SessionMoves:
         """Store a session that was asked for; False if it is not expected, or can't be stored."""
         if (expected := self._expected.get(request.ticket)) is None:
             return False
-        task = asyncio.create_task(self._store(expected, request))
-        expected.taking.add(task)
-        task.add_done_callback(expected.taking.discard)
-        return await asyncio.shield(task)
+        return await to_its_end(self._store(expected, request), expected.taking)
 
     async def _store(self, expected: _Expected, request: pb.TakeSessionRequest) -> bool:
         tenant, user, term, _ = expected
