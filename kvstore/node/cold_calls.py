@@ -155,9 +155,12 @@ class ColdCalls:
         A piece that is cached already was not listed with the core: it may be damaged, and the one just read is not.
         """
         store, pages = self._node.store, self._memory.pages
-        for _, generation, _ in read:
-            if (before := pages.peek(generation)) is not None:
+        again: list[tuple[Piece, int, Name]] = []
+        for one in read:
+            if (before := pages.peek(one[1])) is not None:
                 pages.forget(before)
+                again.append(one)  # kept twice below: it was requested again
+        read = [*read, *again]
         entries = store.lookup([name for _, _, name in read])
         self._memory.keep((*one, entry) for one, entry in zip(read, entries, strict=True))
         if store.has_doubts:

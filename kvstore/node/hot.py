@@ -141,9 +141,12 @@ class HotMemory:
         """Keep records that were read and sent, if the index has named them since `expect`, and shelve them."""
         kept = []
         for piece, name, entry in found:
-            if entry is None or piece is None or self._expected.get(name) != entry.generation:
+            if entry is None or piece is None:
                 continue
-            del self._expected[name]
+            if self._expected.get(name) == entry.generation:
+                del self._expected[name]
+            elif not self.pages.has(entry.generation):
+                continue
             self.pages.keep(piece, entry.generation, *name)
             kept.append((*name, entry))
         self.shelve(kept)

@@ -124,15 +124,38 @@ uint64_t keep_hot_name(const keep_hot *h, const uint8_t *name)
 	return hash > 0 ? hash : 1;
 }
 
+/* A record was requested again: it is protected from now on, and the oldest ones no longer, if there are too many. */
+static void protect(keep_hot *h, uint32_t id)
+{
+	struct keep_piece *piece = &h->pieces[id];
+
+	keep_rings_unlink(&h->rings, id);
+	keep_rings_push(&h->rings, KEEP_HOT_PROTECTED, id);
+	if (!piece->is_protected) {
+		piece->is_protected = 1;
+		h->said.protected_pages += piece->pages;
+		while (h->said.protected_pages > h->protected_max) {
+			uint32_t oldest = h->rings.links[KEEP_HOT_PROTECTED].after;
+
+			h->pieces[oldest].is_protected = 0;
+			h->said.protected_pages -= h->pieces[oldest].pages;
+			keep_rings_unlink(&h->rings, oldest);
+			keep_rings_push(&h->rings, KEEP_HOT_PROBATION, oldest);
+		}
+	}
+}
+
 void keep_hot_keep(keep_hot *h, const uint32_t *pieces, const uint64_t *generations, const uint8_t *names, uint64_t count,
 		   uint32_t owner)
 {
 	keep_assert(owner < h->owners);
 	for (uint64_t i = 0; i < count; i++) {
 		struct keep_piece *piece = keep_hot_piece(h, pieces[i]);
+		uint32_t same = keep_map_find(&h->by_generation, generations[i]);
 
-		if (piece->generation > 0 || piece->known_as > 0 ||
-		    keep_map_find(&h->by_generation, generations[i]) != KEEP_NO_ID)
+		if (same != KEEP_NO_ID)
+			protect(h, same); /* two requests read it before either could find it here */
+		if (same != KEEP_NO_ID || piece->generation > 0 || piece->known_as > 0)
 			continue;
 		piece->generation = generations[i];
 		keep_map_add(&h->by_generation, pieces[i]);
@@ -175,30 +198,15 @@ int64_t keep_hot_peek(const keep_hot *h, uint64_t generation)
 	return id == KEEP_NO_ID ? KEEP_NONE : (int64_t)id;
 }
 
-/* Counts a request for a record: it is protected from now on, and the oldest ones no longer, if there are too many. */
+/* Counts a request that finds its record here. */
 static uint32_t request(keep_hot *h, uint64_t generation)
 {
 	uint32_t id = keep_map_find(&h->by_generation, generation);
-	struct keep_piece *piece;
 
-	if (id == KEEP_NO_ID)
-		return id;
-	piece = &h->pieces[id];
-	keep_rings_unlink(&h->rings, id);
-	keep_rings_push(&h->rings, KEEP_HOT_PROTECTED, id);
-	if (!piece->is_protected) {
-		piece->is_protected = 1;
-		h->said.protected_pages += piece->pages;
-		while (h->said.protected_pages > h->protected_max) {
-			uint32_t oldest = h->rings.links[KEEP_HOT_PROTECTED].after;
-
-			h->pieces[oldest].is_protected = 0;
-			h->said.protected_pages -= h->pieces[oldest].pages;
-			keep_rings_unlink(&h->rings, oldest);
-			keep_rings_push(&h->rings, KEEP_HOT_PROBATION, oldest);
-		}
+	if (id != KEEP_NO_ID) {
+		protect(h, id);
+		h->said.found++;
 	}
-	h->said.found++;
 	return id;
 }
 
