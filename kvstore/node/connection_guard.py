@@ -59,6 +59,7 @@ from kvstore.limits import (
 from kvstore.node import packet_filter
 from kvstore.node.fabric_address import ip_of_peer
 from kvstore.node.heap import Heap
+from kvstore.node.tcp_counters import TcpCounters
 from nic_offload.sockaddr import ip_of
 
 if TYPE_CHECKING:
@@ -74,7 +75,6 @@ log = logging.getLogger(__name__)
 
 _OF_CALLS: Final = "ipv"  # gRPC's names of peers begin with `ipv4:` or `ipv6:`
 _FOLDER: Final = "/proc/self/fd"
-_COUNTERS: Final = "/proc/self/net/snmp"
 _IPV4: Final = 4
 _TCP_INFO_BYTES: Final = 136  # of struct tcp_info, up to the end of tcpi_bytes_received
 _MS: Final = 1_000_000
@@ -146,6 +146,7 @@ class ConnectionGuard:
         self._repeated: dict[str, list[int]] = {}  # by peer: when its calls could not wait their turn
         self._barred: dict[str, int] = {}  # until when
         # Connections and segments received by the machine, as last read.
+        self._counters = TcpCounters()
         self._counts: tuple[int, int] | None = None
         # By socket: when it was first seen to have sent much without an admitted call.
         self._large_since: dict[str, int] = {}
@@ -174,6 +175,7 @@ class ConnectionGuard:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._counters.close()
 
     def proved(self, peer: str) -> None:
         """Note that a call of this peer was admitted. Each call counts: its port may have a new connection by now.
@@ -254,7 +256,7 @@ class ConnectionGuard:
 
         A connection that a library accepts late is found at the next regular check.
         """
-        before, self._counts = self._counts, _tcp_counts()
+        before, self._counts = self._counts, self._counters.read()
         if self._counts is None or before is None or self._counts[0] != before[0]:
             return True
         self.is_busy = self._counts[1] - before[1] > GUARD_SEGMENTS_MAX
@@ -535,16 +537,6 @@ def _sockets() -> Iterator[tuple[str, int]]:
             name = os.readlink(f"{_FOLDER}/{entry}")  # noqa: PTH115 - the same
             if name.startswith("socket:"):
                 yield name, int(entry)
-
-
-def _tcp_counts() -> tuple[int, int] | None:
-    """How many connections and segments this network namespace has received; None if the kernel doesn't report it."""
-    try:
-        with open(_COUNTERS, "rb") as file:  # noqa: PTH123 - ten times a second
-            names, numbers = (line.split() for line in file if line.startswith(b"Tcp:"))
-        return int(numbers[names.index(b"PassiveOpens")]), int(numbers[names.index(b"InSegs")])
-    except (OSError, ValueError):
-        return None
 
 
 class _Copy:

@@ -33,6 +33,7 @@ from kvstore.limits import (
 from kvstore.node import connection_guard
 from kvstore.node.connection_guard import ConnectionGuard, source_of
 from kvstore.node.packet_filter import NOBODY, admitting, refusing
+from kvstore.node.tcp_counters import TcpCounters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -497,11 +498,25 @@ def test_a_source_is_an_ipv4_address_or_an_ipv6_network() -> None:
     assert source_of(ip_address("2001:db8:1:2:3::4")) == "2001:db8:1:2::/64"
 
 
+def test_an_accepted_connection_is_counted_and_a_closed_file_counts_nothing() -> None:
+    counters = TcpCounters()
+    before = counters.read()
+    assert before is not None
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        after = counters.read()
+        assert after is not None
+        assert after[0] > before[0]
+        assert after[1] > before[1]
+    counters.close()
+    counters.close()
+    assert counters.read() is None
+
+
 def test_the_guard_checks_while_a_peer_is_new_unauthenticated_refused_or_barred(
     rig: GuardRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[tuple[int, int] | None] = [(7, 0)]
-    monkeypatch.setattr(connection_guard, "_tcp_counts", lambda: counts[0])
+    monkeypatch.setattr(TcpCounters, "read", lambda _: counts[0])
     guard = rig.guard
     assert guard.must_check()
     rig.check()
