@@ -321,7 +321,8 @@ class HttpServer:
         question = Question(self._admit(asked), asked.query)
         page = self._pages.get(asked.path)
         if page is None:
-            raise _Bad(404, f"There is no page {shown(asked.path)}.")
+            hint = "" if "/" in self._pages else " `kvstore serve --ui` serves one of the node, at /."
+            raise _Bad(404, f"There is no page {shown(asked.path)}.{hint}")
         return await page(question)
 
     def _admit(self, asked: _Asked) -> Tenant:

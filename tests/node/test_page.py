@@ -243,3 +243,4 @@ def test_without_ui_there_is_no_page(tmp_path: Path) -> None:
     with small_node(tmp_path / "node", arguments=("--http", "127.0.0.1:0")) as running:
         (url,) = re.findall(r"metrics at (http\S+)", running.log())
         assert [ask(url + path)[0] for path in ("/", "/ui/state.json", "/metrics")] == [404, 404, 200]
+        assert b"--ui" in ask(url)[2], "it says how to have one"
