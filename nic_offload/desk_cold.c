@@ -43,12 +43,6 @@ static uint64_t offset_at(uint64_t place)
 	return (place & ((UINT64_C(1) << TK_PLACE_DRIVE_BIT) - 1)) * PAGE;
 }
 
-static void name_of(uint8_t *name, const uint8_t *owner, const uint8_t *key)
-{
-	memcpy(name, owner, TK_OWNER_BYTES);
-	memcpy(name + TK_OWNER_BYTES, key, TK_KEY_BYTES);
-}
-
 static struct tk_cold_head *cold_head(struct served *served)
 {
 	return (void *)((char *)(served->rest + served->head.blocks) + served->head.metadata_bytes);
@@ -94,7 +88,7 @@ static int find(struct tk_desk *desk, const struct call_head *head, uint32_t num
 		return 1;
 	}
 	uint8_t name[NAME_BYTES];
-	name_of(name, desk->setup.owner, row->row.key);
+	names_join(name, desk->setup.owner, row->row.key);
 	uint64_t place = names_place(&shelf->stored, name);
 	if (!place || !reader_at(shelf, place))
 		return 0;
@@ -294,7 +288,7 @@ int cold_is_there(struct work *work, uint64_t place, uint64_t generation)
 {
 	struct tk_shelf *shelf = work->desk->shelf;
 	uint8_t name[NAME_BYTES];
-	name_of(name, work->desk->setup.owner, cold_row(work->served, work->op.row)->key);
+	names_join(name, work->desk->setup.owner, cold_row(work->served, work->op.row)->key);
 	work->served->rest[work->op.row] = generation;
 	pthread_mutex_lock(&shelf->lock);
 	int is_there = names_place(&shelf->stored, name) == place;
@@ -356,17 +350,6 @@ void poll_cold(struct tk_fabric *fabric)
 }
 
 /* --- the application's side; any thread */
-
-void tk_shelf_place(struct tk_shelf *shelf, const struct tk_place *places, size_t count)
-{
-	pthread_mutex_lock(&shelf->lock);
-	for (size_t i = 0; i < count; i++) {
-		uint8_t name[NAME_BYTES];
-		name_of(name, places[i].owner, places[i].key);
-		names_put_place(&shelf->stored, name, places[i].place);
-	}
-	pthread_mutex_unlock(&shelf->lock);
-}
 
 int tk_shelf_feed(struct tk_shelf *shelf, const struct tk_room *rooms, int count)
 {

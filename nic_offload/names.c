@@ -16,7 +16,7 @@
 
 #define SLOTS_MIN 64u
 
-static uint64_t hash_of(const struct names *names, const uint8_t *name)
+uint64_t names_hash(const struct names *names, const uint8_t *name)
 {
 	uint64_t hash = tk_siphash(names->secret, name, NAME_BYTES);
 	return hash ? hash : 1; /* 0 is an empty slot */
@@ -93,13 +93,26 @@ void names_free(struct names *names)
 		free(names->parts[i].entries);
 }
 
-/* Returns NULL if there is none. */
-static struct names_entry *find(struct names *names, const uint8_t *name)
+static struct names_entry *find_hash(struct names *names, uint64_t hash)
 {
-	uint64_t hash = hash_of(names, name);
 	struct names_part *part = part_of(names, hash);
 	struct names_entry *entry = part->slots ? &part->entries[slot_of(part, hash)] : NULL;
 	return entry && entry->hash ? entry : NULL;
+}
+
+/* Returns NULL if there is none. */
+static struct names_entry *find(struct names *names, const uint8_t *name)
+{
+	return find_hash(names, names_hash(names, name));
+}
+
+void names_warm(const struct names *names, const uint64_t *hashes, size_t count)
+{
+	for (size_t i = 0; i < count; i++) {
+		const struct names_part *part = &names->parts[hashes[i] >> 56];
+		if (part->slots)
+			__builtin_prefetch(&part->entries[(uint32_t)hashes[i] & (part->slots - 1)], 1);
+	}
 }
 
 int names_have(struct names *names, const uint8_t *name)
@@ -113,12 +126,12 @@ uint64_t names_place(struct names *names, const uint8_t *name)
 	return entry ? entry->place : 0;
 }
 
-void names_put_place(struct names *names, const uint8_t *name, uint64_t place)
+void names_put_place(struct names *names, uint64_t hash, uint64_t place)
 {
-	struct names_entry *entry = add(names, hash_of(names, name));
-	if (!entry) /* an existing entry must not keep an old place */
-		names_forget_place(names, name);
-	else
+	struct names_entry *entry = add(names, hash);
+	if (!entry && (entry = find_hash(names, hash)))
+		place = 0; /* there was no memory, and it must not keep an old place */
+	if (entry)
 		entry->place = place;
 }
 
@@ -132,7 +145,7 @@ void names_forget_place(struct names *names, const uint8_t *name)
 void names_change(struct names *names, const uint8_t *all, size_t count, int are_stored)
 {
 	for (size_t i = 0; i < count; i++) {
-		uint64_t hash = hash_of(names, all + i * NAME_BYTES);
+		uint64_t hash = names_hash(names, all + i * NAME_BYTES);
 		if (are_stored)
 			add(names, hash);
 		else

@@ -25,8 +25,7 @@
 static struct shelved **chain_of_name(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key)
 {
 	uint8_t name[TK_OWNER_BYTES + TK_KEY_BYTES];
-	memcpy(name, owner, TK_OWNER_BYTES);
-	memcpy(name + TK_OWNER_BYTES, key, TK_KEY_BYTES);
+	names_join(name, owner, key);
 	return &shelf->named[tk_siphash(shelf->secret, name, sizeof name) & (shelf->chains - 1)];
 }
 
@@ -41,12 +40,16 @@ static int is_named(const struct shelved *block, const uint8_t *owner, const uin
 	return !memcmp(block->block.key, key, TK_KEY_BYTES) && !memcmp(block->block.owner, owner, TK_OWNER_BYTES);
 }
 
-struct shelved *shelf_find(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key)
+static struct shelved *find_in(struct shelved *block, const uint8_t *owner, const uint8_t *key)
 {
-	struct shelved *block = *chain_of_name(shelf, owner, key);
 	while (block && !is_named(block, owner, key))
 		block = block->next_named;
 	return block;
+}
+
+struct shelved *shelf_find(struct tk_shelf *shelf, const uint8_t *owner, const uint8_t *key)
+{
+	return find_in(*chain_of_name(shelf, owner, key), owner, key);
 }
 
 static struct shelved *find_id(struct tk_shelf *shelf, uint64_t id)
@@ -167,17 +170,33 @@ int tk_shelf_put(struct tk_shelf *shelf, const struct tk_shelved *blocks, int co
 	return status;
 }
 
-void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count, int others_only)
+static void unlist_some(struct tk_shelf *shelf, const uint8_t *names, size_t count, int others_only)
 {
-	pthread_mutex_lock(&shelf->lock);
-	for (const uint8_t *name = names, *end = names + count * NAME_BYTES; name < end; name += NAME_BYTES) {
-		struct shelved *block = shelf_find(shelf, name, name + TK_OWNER_BYTES);
+	struct shelved **chains[SHELF_HELD_FOR];
+	for (size_t i = 0; i < count; i++) {
+		const uint8_t *name = names + i * NAME_BYTES;
+		chains[i] = chain_of_name(shelf, name, name + TK_OWNER_BYTES);
+		__builtin_prefetch(chains[i]);
+	}
+	for (size_t i = 0; i < count; i++)
+		__builtin_prefetch(*chains[i]);
+	for (size_t i = 0; i < count; i++) {
+		const uint8_t *name = names + i * NAME_BYTES;
+		struct shelved *block = find_in(*chains[i], name, name + TK_OWNER_BYTES);
 		if (block && !(others_only && block->block.id & LANDED_ID))
 			shelf_unlist(shelf, block);
 		if (!others_only)
 			names_forget_place(&shelf->stored, name);
 	}
-	pthread_mutex_unlock(&shelf->lock);
+}
+
+void tk_shelf_unlist(struct tk_shelf *shelf, const uint8_t *names, size_t count, int others_only)
+{
+	for (size_t at = 0; at < count; at += SHELF_HELD_FOR) {
+		pthread_mutex_lock(&shelf->lock);
+		unlist_some(shelf, names + at * NAME_BYTES, shelf_rows_at_once(count - at), others_only);
+		pthread_mutex_unlock(&shelf->lock);
+	}
 }
 
 void tk_shelf_take(struct tk_shelf *shelf, const uint64_t *ids, int count, uint8_t *free)
@@ -212,17 +231,44 @@ static int rename_block(struct tk_shelf *shelf, uint64_t id, uint64_t new_id)
 
 void tk_shelf_rename(struct tk_shelf *shelf, const uint64_t *ids, const uint64_t *new_ids, size_t count, uint8_t *done)
 {
-	pthread_mutex_lock(&shelf->lock);
-	for (size_t i = 0; i < count; i++)
-		done[i] = (uint8_t)rename_block(shelf, ids[i], new_ids[i]);
-	pthread_mutex_unlock(&shelf->lock);
+	for (size_t at = 0; at < count; at += SHELF_HELD_FOR) {
+		size_t until = at + shelf_rows_at_once(count - at);
+		pthread_mutex_lock(&shelf->lock);
+		for (size_t i = at; i < until; i++)
+			__builtin_prefetch(chain_of_id(shelf, ids[i]));
+		for (size_t i = at; i < until; i++)
+			__builtin_prefetch(*chain_of_id(shelf, ids[i]));
+		for (size_t i = at; i < until; i++)
+			done[i] = (uint8_t)rename_block(shelf, ids[i], new_ids[i]);
+		pthread_mutex_unlock(&shelf->lock);
+	}
 }
 
 void tk_shelf_stored(struct tk_shelf *shelf, const uint8_t *names, size_t count, int are_stored)
 {
-	pthread_mutex_lock(&shelf->lock);
-	names_change(&shelf->stored, names, count, are_stored);
-	pthread_mutex_unlock(&shelf->lock);
+	for (size_t at = 0; at < count; at += SHELF_HELD_FOR) {
+		pthread_mutex_lock(&shelf->lock);
+		names_change(&shelf->stored, names + at * NAME_BYTES, shelf_rows_at_once(count - at), are_stored);
+		pthread_mutex_unlock(&shelf->lock);
+	}
+}
+
+void tk_shelf_place(struct tk_shelf *shelf, const struct tk_place *places, size_t count)
+{
+	uint64_t hashes[SHELF_HELD_FOR];
+	for (size_t at = 0; at < count; at += SHELF_HELD_FOR) {
+		size_t some = shelf_rows_at_once(count - at);
+		for (size_t i = 0; i < some; i++) {
+			uint8_t name[NAME_BYTES];
+			names_join(name, places[at + i].owner, places[at + i].key);
+			hashes[i] = names_hash(&shelf->stored, name);
+		}
+		pthread_mutex_lock(&shelf->lock);
+		names_warm(&shelf->stored, hashes, some);
+		for (size_t i = 0; i < some; i++)
+			names_put_place(&shelf->stored, hashes[i], places[at + i].place);
+		pthread_mutex_unlock(&shelf->lock);
+	}
 }
 
 uint64_t tk_shelf_came(struct tk_shelf *shelf)

@@ -8,6 +8,14 @@
 #include "fabric.h"
 #include "names.h"
 
+/* Of a batch of the application's, the rows for which the lock is held at once: the progress thread waits for no more. */
+#define SHELF_HELD_FOR 32u
+
+static inline size_t shelf_rows_at_once(size_t left)
+{
+	return left < SHELF_HELD_FOR ? left : SHELF_HELD_FOR;
+}
+
 #define LANDED_ID (UINT64_C(1) << 63) /* of blocks that came by grants, until they are renamed */
 
 /* A block on the shelf. It is found by name while it is listed, and by id as long as it is listed or being sent. */

@@ -49,10 +49,10 @@ static int is_same(const struct keep_block *row, const struct keep_block *other)
 }
 
 /* Adds a row of a batch to memory. It replaces the row with its name, which is copied to `before`. */
-static int put_one(keep_blocks *b, const struct keep_block *row, uint64_t at, struct keep_head *head)
+static int put_one(keep_blocks *b, const struct keep_block *row, uint64_t hash, uint64_t at, struct keep_head *head)
 {
 	struct keep_block *before = &b->before[at], *after = &b->pending[at];
-	uint64_t hash = keep_blocks_hash(b, row->name), identity;
+	uint64_t identity;
 	int found = keep_blocks_find_one(b, hash, row->name, before), error;
 
 	if (found < 0)
@@ -119,7 +119,7 @@ static int write_put(keep_blocks *b, uint64_t count, const struct keep_head *hea
 int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t count)
 {
 	struct keep_head head = b->head;
-	uint64_t done = 0;
+	uint64_t done = 0, hashes[KEEP_WARMED_AT_ONCE];
 	int error;
 
 	if (b->has_failed)
@@ -133,7 +133,11 @@ int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t coun
 	if (b->taken[count - 1] >= head.slots)
 		head.slots = (uint64_t)b->taken[count - 1] + 1;
 	while (done < count && error == 0) {
-		error = put_one(b, &rows[done], done, &head);
+		uint64_t ahead = count - done < KEEP_WARMED_AT_ONCE ? count - done : KEEP_WARMED_AT_ONCE;
+
+		if (done % KEEP_WARMED_AT_ONCE == 0)
+			keep_blocks_warm(b, &rows[done], ahead, hashes);
+		error = put_one(b, &rows[done], hashes[done % KEEP_WARMED_AT_ONCE], done, &head);
 		done += error == 0;
 	}
 	b->taken_count = (uint32_t)count;

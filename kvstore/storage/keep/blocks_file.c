@@ -12,7 +12,7 @@
 
 static const char MAGIC[8] = "TKVROWS1";
 
-enum { ROW_BYTES = 128, LOADED_AT_ONCE = 8192, WARMED_AT_ONCE = 32 };
+enum { ROW_BYTES = 128, LOADED_AT_ONCE = 8192 };
 
 _Static_assert(sizeof(struct keep_block) == ROW_BYTES && KEEP_HEAD_BYTES % ROW_BYTES == 0, "rows stay within pages");
 
@@ -209,7 +209,7 @@ static int64_t read_rows(const keep_blocks *b, uint64_t first, struct keep_block
 
 static int load_rows(keep_blocks *b, struct keep_block *rows, int is_writable)
 {
-	uint64_t sum = 0, live = 0, hashes[WARMED_AT_ONCE];
+	uint64_t sum = 0, live = 0, hashes[KEEP_WARMED_AT_ONCE];
 
 	for (uint64_t first = 0; first < b->head.slots; first += LOADED_AT_ONCE) {
 		int64_t count = read_rows(b, first, rows);
@@ -217,12 +217,12 @@ static int load_rows(keep_blocks *b, struct keep_block *rows, int is_writable)
 		if (count < 0)
 			return (int)count;
 		for (int64_t i = 0; i < count; i++) {
-			uint64_t ahead = count - i < WARMED_AT_ONCE ? (uint64_t)(count - i) : WARMED_AT_ONCE;
+			uint64_t ahead = count - i < KEEP_WARMED_AT_ONCE ? (uint64_t)(count - i) : KEEP_WARMED_AT_ONCE;
 			int error;
 
-			if (i % WARMED_AT_ONCE == 0)
+			if (i % KEEP_WARMED_AT_ONCE == 0)
 				keep_blocks_warm(b, &rows[i], ahead, hashes);
-			error = load_one(b, (uint32_t)(first + i), &rows[i], hashes[i % WARMED_AT_ONCE], is_writable, &sum);
+			error = load_one(b, (uint32_t)(first + i), &rows[i], hashes[i % KEEP_WARMED_AT_ONCE], is_writable, &sum);
 			if (error < 0)
 				return error;
 		}

@@ -20,7 +20,6 @@
  */
 #include "inside.h"
 
-enum { WARMED_AT_ONCE = 32 };
 
 keep_core *keep_core_new(keep_policy *policy, int knows_names, const struct keep_limits *limits)
 {
@@ -118,8 +117,8 @@ int keep_core_restore(keep_core *c, const uint64_t *generations, const uint64_t 
 	keep_map_expect(&c->by_generation, count);
 	keep_map_expect(&c->by_start, count);
 	for (uint32_t row = 0; row < count; row++) {
-		if (row % WARMED_AT_ONCE == 0) {
-			uint64_t ahead = count - row < WARMED_AT_ONCE ? count - row : WARMED_AT_ONCE;
+		if (row % KEEP_WARMED_AT_ONCE == 0) {
+			uint64_t ahead = count - row < KEEP_WARMED_AT_ONCE ? count - row : KEEP_WARMED_AT_ONCE;
 
 			keep_map_warm(&c->by_generation, &generations[row], sizeof *generations, ahead);
 			keep_map_warm(&c->by_start, &starts[row], sizeof *starts, ahead);

@@ -124,6 +124,14 @@ uint64_t keep_hot_name(const keep_hot *h, const uint8_t *name)
 	return hash > 0 ? hash : 1;
 }
 
+/* Makes the digests of names, and prefetches into the cache what a search for them will read. */
+void keep_hot_warm_names(const keep_hot *h, const uint8_t *names, uint64_t count, uint64_t *hashes)
+{
+	for (uint64_t i = 0; i < count; i++)
+		hashes[i] = keep_hot_name(h, names + i * KEEP_HOT_NAME_BYTES);
+	keep_map_warm(&h->by_name, hashes, sizeof *hashes, count);
+}
+
 /* A record was requested again: it is protected from now on, and the oldest ones no longer, if there are too many. */
 static void protect(keep_hot *h, uint32_t id)
 {
@@ -148,11 +156,16 @@ static void protect(keep_hot *h, uint32_t id)
 void keep_hot_keep(keep_hot *h, const uint32_t *pieces, const uint64_t *generations, const uint8_t *names, uint64_t count,
 		   uint32_t owner)
 {
+	uint64_t hashes[KEEP_WARMED_AT_ONCE];
+
 	keep_assert(owner < h->owners);
 	for (uint64_t i = 0; i < count; i++) {
+		uint64_t ahead = count - i < KEEP_WARMED_AT_ONCE ? count - i : KEEP_WARMED_AT_ONCE;
 		struct keep_piece *piece = keep_hot_piece(h, pieces[i]);
 		uint32_t same = keep_map_find(&h->by_generation, generations[i]);
 
+		if (names != NULL && i % KEEP_WARMED_AT_ONCE == 0)
+			keep_hot_warm_names(h, names + i * KEEP_HOT_NAME_BYTES, ahead, hashes);
 		if (same != KEEP_NO_ID)
 			protect(h, same); /* two requests read it before either could find it here */
 		if (same != KEEP_NO_ID || piece->generation > 0 || piece->known_as > 0)
@@ -160,7 +173,7 @@ void keep_hot_keep(keep_hot *h, const uint32_t *pieces, const uint64_t *generati
 		piece->generation = generations[i];
 		keep_map_add(&h->by_generation, pieces[i]);
 		if (names != NULL) {
-			uint64_t name = keep_hot_name(h, names + i * KEEP_HOT_NAME_BYTES);
+			uint64_t name = hashes[i % KEEP_WARMED_AT_ONCE];
 			uint32_t before = keep_map_find(&h->by_name, name);
 
 			if (before != KEEP_NO_ID)

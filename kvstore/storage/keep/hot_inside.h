@@ -47,6 +47,7 @@ void keep_hot_wipe(keep_hot *h, uint64_t start, uint64_t pages);
 void keep_hot_release_pages(keep_hot *h, uint32_t id);
 void keep_hot_lose(keep_hot *h, uint32_t id);
 uint64_t keep_hot_name(const keep_hot *h, const uint8_t *name);
+void keep_hot_warm_names(const keep_hot *h, const uint8_t *names, uint64_t count, uint64_t *hashes);
 
 /* hot_room.c */
 

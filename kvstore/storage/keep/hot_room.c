@@ -70,9 +70,15 @@ void keep_hot_drop(keep_hot *h, const uint64_t *generations, uint64_t count, con
 void keep_hot_replace(keep_hot *h, const uint8_t *names, const uint64_t *generations, uint64_t count,
 		      const struct keep_uses *uses)
 {
-	for (uint64_t i = 0; i < count; i++) {
-		uint32_t id = keep_map_find(&h->by_name, keep_hot_name(h, names + i * KEEP_HOT_NAME_BYTES));
+	uint64_t hashes[KEEP_WARMED_AT_ONCE];
 
+	for (uint64_t i = 0; i < count; i++) {
+		uint64_t ahead = count - i < KEEP_WARMED_AT_ONCE ? count - i : KEEP_WARMED_AT_ONCE;
+		uint32_t id;
+
+		if (i % KEEP_WARMED_AT_ONCE == 0)
+			keep_hot_warm_names(h, names + i * KEEP_HOT_NAME_BYTES, ahead, hashes);
+		id = keep_map_find(&h->by_name, hashes[i % KEEP_WARMED_AT_ONCE]);
 		if (id != KEEP_NO_ID && h->pieces[id].generation != generations[i])
 			keep_hot_forget(h, id, uses);
 	}

@@ -63,6 +63,8 @@ void keep_runs_remove(struct keep_runs *runs, struct keep_place place);
 
 #define KEEP_NO_ID UINT32_MAX
 
+enum { KEEP_WARMED_AT_ONCE = 32 }; /* of a batch, prefetched into the cache together */
+
 /* Ids by the 64-bit key that each has in its owner's table. */
 struct keep_map {
 	const char *keys; /* of id 0; the owner sets it again when its table has moved */
