@@ -373,6 +373,19 @@ def test_a_record_is_dropped_when_another_one_takes_its_name() -> None:
     assert not hot.has(2)
 
 
+def test_each_record_of_a_large_batch_has_its_own_name() -> None:
+    hot = HotPages(400, lambda: None)
+    pieces = hot.take_many(2, 100)["number"]
+    names = [GOOD + key_of(number) for number in range(100)]
+    hot.keep_all(pieces, np.arange(1, 101, dtype=np.uint64), b"".join(names), GOOD)
+    hot.release_all(pieces)
+    newer = np.array([number + 1 + 1000 * (number % 3 == 0) for number in range(100)], np.uint64)
+    hot.replace(b"".join(names), newer)
+    assert [hot.has(number + 1) for number in range(100)] == [number % 3 != 0 for number in range(100)]
+    hot.erase(names[98])
+    assert not hot.has(99)
+
+
 def test_the_last_record_cached_under_a_name_wins() -> None:
     """Both are cached for a moment: the index names one, and a read of the other began before."""
     hot = pages_of_size(8)
