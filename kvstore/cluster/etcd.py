@@ -29,7 +29,7 @@ from kvstore.limits import ETCD_CALL_MS, ETCD_KEEPALIVE_MS, ETCD_RELIST_MS
 from kvstore.wire import etcd_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 
     from google.protobuf.message import Message
 
@@ -225,16 +225,23 @@ class Etcd:
         request.success.add(request_put=pb.EtcdPutRequest(key=key, value=value))
         return bool((await self._call("KV/Txn", request, pb.EtcdTxnResponse)).succeeded)
 
-    async def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]:
-        """Yield all records with a prefix, at each change, and now and then: a watch may have died unnoticed."""
+    async def follow(
+        self, prefix: bytes, again_s: Callable[[], float] = lambda: 0.0
+    ) -> AsyncGenerator[Listed, None]:
+        """Yield all records with a prefix, at each change, and now and then: a watch may have died unnoticed.
+
+        After each list `again_s` may return a time of the event loop at which all are listed again at the latest.
+        """
         while True:
             now = await self.listed(prefix)
             yield now
-            async with aclosing(self._watched(prefix, now)) as lists:
+            async with aclosing(self._watched(prefix, now, again_s)) as lists:
                 async for later in lists:
                     yield later
 
-    async def _watched(self, prefix: bytes, now: Listed) -> AsyncGenerator[Listed, None]:
+    async def _watched(
+        self, prefix: bytes, now: Listed, again_s: Callable[[], float]
+    ) -> AsyncGenerator[Listed, None]:
         """Yield a list after each change, for a while."""
         loop, values, written = asyncio.get_running_loop(), dict(now.values), dict(now.written)
         until_s = loop.time() + ETCD_RELIST_MS / 1000
@@ -246,6 +253,8 @@ class Etcd:
         try:
             await self._within(channel, call.write(pb.EtcdWatchRequest(create_request=create)))
             while (left_s := until_s - loop.time()) > 0:
+                if (soon_s := again_s() - loop.time()) > 0:
+                    left_s = min(left_s, soon_s)
                 reading = asyncio.ensure_future(call.read())
                 done, _ = await asyncio.wait([reading], timeout=left_s)
                 if not done:

@@ -30,7 +30,7 @@ from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_LOTS, CLUST
 from kvstore.placement import LOTS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 
     from kvstore.clock import Clock
     from kvstore.cluster.etcd import Found
@@ -86,7 +86,7 @@ class _Etcd(Protocol):
         lasting_was: int = 0,
     ) -> int: ...
     async def replace(self, key: bytes, by: bytes, value: bytes, *, unless: bytes) -> bool: ...
-    def follow(self, prefix: bytes) -> AsyncGenerator[Listed, None]: ...
+    def follow(self, prefix: bytes, again_s: Callable[[], float]) -> AsyncGenerator[Listed, None]: ...
     async def latest(self, prefix: bytes, there: bytes) -> tuple[int, int] | None: ...
     async def value(self, key: bytes) -> Found: ...
     async def claim(
@@ -376,7 +376,7 @@ class Membership:
     async def _follow(self) -> None:
         while True:
             try:
-                async with aclosing(self._etcd.follow(self._folder)) as lists:
+                async with aclosing(self._etcd.follow(self._folder, self._hold_ends_s)) as lists:
                     async for listed in lists:
                         self._answered()
                         self._take(listed)
@@ -510,6 +510,10 @@ class Membership:
         elif missing:
             self._missed_s = now_s
         return self._is_holding
+
+    def _hold_ends_s(self) -> float:
+        """When the list that is held back, if any, is no longer: by the event loop's time."""
+        return self._held_until_s if self._is_holding else 0.0
 
     def _look_for_ourselves(self, member: Member, listed: Listed) -> None:
         """Check whether our record is there, or that of another process that came after ours."""

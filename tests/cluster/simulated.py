@@ -19,7 +19,7 @@ from kvstore.cluster.etcd_options import EtcdReach
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 
 CALL_S = 2.0
 HISTORY = b"/triggerkv/test/history/"
@@ -214,6 +214,7 @@ class FakeClient:
         self._etcd, self._rng = etcd, rng
         self.is_away = False
         self.tells_no_latest = False
+        self.looks_again_s = 0  # after how long it looks at the whole list again; 0: it differs
 
     async def _reach(self) -> None:
         await asyncio.sleep(self._rng.random() * 0.05)
@@ -275,14 +276,21 @@ class FakeClient:
         await self._reach()
         return True
 
-    async def follow(self, _prefix: bytes) -> AsyncGenerator[Listed, None]:
+    async def follow(
+        self, _prefix: bytes, again_s: Callable[[], float] = lambda: 0.0
+    ) -> AsyncGenerator[Listed, None]:
+        loop = asyncio.get_running_loop()
         while True:
             await self._reach()
             told, now, lives = len(self._etcd.past), self._etcd.listed(), self._etcd.lives
             yield now
-            for _ in range(self._rng.randrange(1, 6)):  # then it looks at the whole again
+            for _ in range(
+                self.looks_again_s or self._rng.randrange(1, 6)
+            ):  # then it looks at the whole again
+                soon_s = again_s() - loop.time()
+                is_soon = 0 < soon_s < 1
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(1), self._etcd.changed:
+                    async with asyncio.timeout(soon_s if is_soon else 1), self._etcd.changed:
                         await self._etcd.changed.wait_for(
                             lambda: len(self._etcd.past) > told or self._etcd.lives > lives  # noqa: B023
                         )
@@ -291,6 +299,8 @@ class FakeClient:
                     raise EtcdAway("etcd: its process has ended")
                 for told in range(told + 1, len(self._etcd.past) + 1):  # noqa: B020
                     yield self._etcd.past[told - 1]
+                if is_soon and loop.time() >= again_s():
+                    break
 
     async def latest(self, _prefix: bytes, there: bytes) -> tuple[int, int] | None:
         assert there, "etcd refuses an empty key"

@@ -112,6 +112,22 @@ def test_a_list_is_complete_even_if_its_watch_died_unnoticed(
     run(doing())
 
 
+def test_a_list_is_read_again_at_a_time_that_its_reader_gives(etcd: RealEtcd) -> None:
+    async def doing() -> None:
+        client = Etcd(EtcdReach(etcd.endpoints, "test"))
+        loop = asyncio.get_running_loop()
+        times = [0.0]
+        following = client.follow(FOLDER, lambda: times[-1])
+        await anext(following)
+        times.append(loop.time() + 0.3)
+        await asyncio.wait_for(anext(following), 5)  # with nothing changed
+        assert loop.time() >= times[-1]
+        await following.aclose()
+        await client.close()
+
+    run(doing())
+
+
 def test_without_etcd_a_call_ends_at_its_timeout() -> None:
     async def doing() -> None:
         etcd = Etcd(EtcdReach(("127.0.0.1:1", "127.0.0.1:2"), "test"))
