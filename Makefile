@@ -47,7 +47,7 @@ demo: setup-engines ## puts blocks by a flag store and reads them back; then a c
 	@.venv-engines/bin/python -m kvstore chat
 
 .PHONY: test
-test: setup etcd ## all tests, three parts at a time; with PYTEST_ARGS one pytest with these
+test: setup etcd ## all tests, four parts at a time; with PYTEST_ARGS one pytest with these
 	@tools/test.sh $(PYTEST_ARGS)
 
 .PHONY: setup-engines

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests, in parts, three at a time on two cores: many tests wait for other processes, or for a drive, and leave the
+# All tests, in parts, four at a time on two cores: many tests wait for other processes, or for a drive, and leave the
 # cores to the others. The next part begins when one has ended. The longest come first and the shortest last, so all cores
 # have work until shortly before the end.
 #
@@ -25,14 +25,14 @@ without_symbols=(unshare --mount -- sh -c 'mount --bind /dev/null /proc/kallsyms
 "${without_symbols[@]}" true 2>/dev/null || without_symbols=()
 if (($#)) && [[ $1 != hostile && $1 != engines ]]; then exec "$py" -m pytest "$@"; fi
 
-beside=3 # with four, tests that depend on the time they get may fail
+beside=4
 parts=(client cluster node nic_offload storage conformance programs sim)
 declare -A paths=([programs]="tests/benchmarks tests/crash tests/examples")
 for name in "${parts[@]}"; do paths[$name]=${paths[$name]:-tests/$name}; done
 paths[rest]=$(for name in "${parts[@]}"; do printf -- '--ignore=%s ' ${paths[$name]}; done)" --ignore=tests/hostile"
 paths[sessions]="tests/cluster/test_session*.py"
 paths[cluster]="tests/cluster --ignore-glob=*/test_session*.py"
-parts=("${parts[@]:0:2}" sessions "${parts[@]:2:1}" rest "${parts[@]:3}")
+parts=("${parts[@]:0:2}" rest sessions "${parts[@]:2}")
 paths[counts]="tests/hostile/test_counts.py tests/hostile/test_many_clients.py"
 paths[hostile]="tests/hostile $(printf -- '--ignore=%s ' ${paths[counts]})"
 paths[vllm]="tests/engines/test_vllm*.py"

@@ -97,7 +97,7 @@ def test_no_byte_arrives_after_a_get_has_given_up(node: NodeProcess) -> None:
         stopper.start()
         if wait_s == 0.0:
             stopper.join()
-        outcomes = rig.client.get([rig.wanted(block) for block in blocks], timeout_s=1.0)
+        outcomes = rig.client.get([rig.wanted(block) for block in blocks], timeout_s=0.2)
         stopper.join()
         after = rig.target[:]
         for block, outcome in zip(blocks, outcomes, strict=True):

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import grpc
@@ -23,6 +22,7 @@ from kvstore.engines.stores import open_store
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.wire import cluster_pb2, cluster_pb2_grpc
+from tests.cluster.ahead import Ahead
 from tests.cluster.real_etcd import RealEtcd
 from tests.commands.here import run_here
 from tests.conftest import small_node
@@ -32,6 +32,7 @@ from tests.stopping import stop
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Iterator
+    from contextlib import ExitStack
     from pathlib import Path
 
     from kvstore.demo.node_process import NodeProcess
@@ -95,10 +96,18 @@ def key(user: str) -> bytes:
     return block_key(b"cluster", user.encode())
 
 
+@pytest.fixture(scope="module")
+def clusters(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ahead[Cluster]]:
+    with Ahead(request, tmp_path_factory, "cluster", Cluster) as ahead:
+        yield ahead
+
+
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with ExitStack() as stack:
-        yield Cluster(tmp_path, stack)
+def cluster(clusters: Ahead[Cluster]) -> Iterator[Cluster]:
+    with clusters.one() as cluster:
+        yield cluster
 
 
 def test_users_of_a_killed_node_move_to_the_others_and_return_with_it(cluster: Cluster) -> None:

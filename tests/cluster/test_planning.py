@@ -11,10 +11,10 @@ import pytest
 from kvstore.cluster.map import Map, Member
 from kvstore.cluster.planning import Plan, with_change
 from kvstore.limits import UPKEEP_BYTES_PER_S
-from tests.cluster.test_cluster import Cluster, cluster, command
+from tests.cluster.test_cluster import Cluster, cluster, clusters, command
 from tests.stopping import stop
 
-__all__ = ["cluster"]
+__all__ = ["cluster", "clusters"]
 GIB = 1 << 30
 FOUR = Map.of(1, (Member(f"name {number}", f"10.0.0.{number}:1", 100) for number in range(1, 5)))
 STORED = {one.node: 100 * GIB for one in FOUR.members}
@@ -71,7 +71,9 @@ def test_a_member_that_does_not_answer_is_named_and_the_plan_is_made(cluster: Cl
     silent = cluster.nodes[2]
     stop(silent.pid)
     try:
-        shown = command(cluster.nodes[0], "plan", "127.0.0.1:1", "--zone", "rack 2")
+        shown = command(
+            cluster.nodes[0], "plan", "127.0.0.1:1", "--zone", "rack 2", "--call-timeout-ms", "1000"
+        )
     finally:
         os.kill(silent.pid, signal.SIGCONT)
     assert shown.returncode == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,6 +14,7 @@ from kvstore.client.block_calls import Stored
 from kvstore.errors import KvError, NoSession
 from kvstore.names import block_key
 from kvstore.node.upkeep_service import Waited
+from tests.cluster.ahead import Ahead
 from tests.cluster.test_sessions import keys as keys_of
 from tests.cluster.test_upkeep import RealCluster, command, data, one_key
 from tests.nic_offload.rig import wait_until
@@ -22,6 +23,7 @@ from tests.storage.fakes import FakeClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import ExitStack
     from pathlib import Path
 
     from kvstore.client import Nodes
@@ -76,11 +78,38 @@ class Conversations:
         return [(one.blocks.start, len(one.tokens)) for one in turns]
 
 
+def begun(nodes: int, folder: Path, stack: ExitStack) -> Conversations:
+    chats = Conversations(RealCluster(folder, stack, nodes))
+    chats.begin()
+    return chats
+
+
+@pytest.fixture(scope="module")
+def pairs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ahead[Conversations]]:
+    with Ahead(request, tmp_path_factory, "chats", partial(begun, 2)) as ahead:
+        yield ahead
+
+
 @pytest.fixture
-def chats(tmp_path: Path) -> Iterator[Conversations]:
-    with ExitStack() as stack:
-        chats = Conversations(RealCluster(tmp_path, stack, 2))
-        chats.begin()
+def chats(pairs: Ahead[Conversations]) -> Iterator[Conversations]:
+    """Conversations on two nodes."""
+    with pairs.one() as chats:
+        yield chats
+
+
+@pytest.fixture(scope="module")
+def triples(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ahead[Conversations]]:
+    with Ahead(request, tmp_path_factory, "chats_on_three", partial(begun, 3)) as ahead:
+        yield ahead
+
+
+@pytest.fixture
+def chats_on_three(triples: Ahead[Conversations]) -> Iterator[Conversations]:
+    with triples.one() as chats:
         yield chats
 
 
@@ -106,42 +135,36 @@ def test_a_node_that_joins_gets_its_users_sessions_without_a_command(chats: Conv
         assert chats.turns(user) == [(0, 32), (2, 16)]
 
 
-def test_a_drained_node_may_be_stopped_and_its_users_sessions_go_on(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        chats = Conversations(RealCluster(tmp_path, stack, 3))
-        chats.begin()
-        world, before = chats.world, chats.homes()
-        drained = world.nodes[0]
-        moved = [user for user, home in before.items() if home == drained.target]
-        assert moved
-        shown = command("drain", drained.target)
-        assert shown.stdout == f"The other nodes have all blocks of {drained.target}: it may be stopped.\n"
-        drained.stop()
-        world.nodes.remove(drained)
-        world.settled()
-        for user in USERS:
-            assert chats.is_whole(user), user
-            assert chats.turns(user) == [(0, 32), (2, 16)]
-        later = one_key()
-        chats.put(moved[0], [later])
-        assert chats.nodes.session(moved[0], "chat").append([later], tokens=16) == 5
+def test_a_drained_node_may_be_stopped_and_its_users_sessions_go_on(chats_on_three: Conversations) -> None:
+    chats = chats_on_three
+    world, before = chats.world, chats.homes()
+    drained = world.nodes[0]
+    moved = [user for user, home in before.items() if home == drained.target]
+    assert moved
+    shown = command("drain", drained.target)
+    assert shown.stdout == f"The other nodes have all blocks of {drained.target}: it may be stopped.\n"
+    drained.stop()
+    world.nodes.remove(drained)
+    world.settled()
+    for user in USERS:
+        assert chats.is_whole(user), user
+        assert chats.turns(user) == [(0, 32), (2, 16)]
+    later = one_key()
+    chats.put(moved[0], [later])
+    assert chats.nodes.session(moved[0], "chat").append([later], tokens=16) == 5
 
 
-def test_a_drain_says_how_many_sessions_of_unknown_users_stay(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        chats = Conversations(RealCluster(tmp_path, stack, 3))
-        chats.begin()
-        drained = chats.world.nodes[0]
-        left = sum(home == drained.target for home in chats.homes().values())
-        drained.kill()
-        drained.start()
-        chats.world.settled()
-        said = command("drain", drained.target).stdout.splitlines()
-        count, _, rest = said[1].partition(" ")
-        assert rest.startswith(
-            f"sessions of users who used none since {drained.target} started were not moved"
-        )
-        assert int(count) >= left, "and copies of others' sessions"
+def test_a_drain_says_how_many_sessions_of_unknown_users_stay(chats_on_three: Conversations) -> None:
+    chats = chats_on_three
+    drained = chats.world.nodes[0]
+    left = sum(home == drained.target for home in chats.homes().values())
+    drained.kill()
+    drained.start()
+    chats.world.settled()
+    said = command("drain", drained.target).stdout.splitlines()
+    count, _, rest = said[1].partition(" ")
+    assert rest.startswith(f"sessions of users who used none since {drained.target} started were not moved")
+    assert int(count) >= left, "and copies of others' sessions"
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])

@@ -20,14 +20,17 @@ from kvstore.clock import SystemClock
 from kvstore.errors import KvError, NodeUnavailable, NoSession, SessionRefused
 from kvstore.miss import MissReason
 from kvstore.names import block_key
-from tests.cluster.test_cluster import Cluster, cluster
+from tests.cluster.ahead import Ahead
+from tests.cluster.test_cluster import USERS, Cluster, cluster
 from tests.commands.here import run_here
 from tests.conftest import small_node
 from tests.nic_offload.rig import wait_until
 from tests.stopping import stop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from contextlib import ExitStack
+    from pathlib import Path
 
     from kvstore.demo.node_process import NodeProcess
 
@@ -48,6 +51,24 @@ def keys(nodes: Nodes, user: str) -> list[bytes] | None:
         return []
     except KvError:
         return None
+
+
+def ordering(folder: Path, stack: ExitStack) -> Cluster:
+    """A cluster whose nodes order the sessions of their users: a new one does after five seconds."""
+    made = Cluster(folder, stack)
+    homes = {made.client.home(user): user for user in USERS}
+    for node in made.nodes:
+        user = homes[node.target]
+        wait_until(lambda user=user: keys(made.client, user) == [], "it orders sessions", WAIT_S)  # type: ignore[misc]
+    return made
+
+
+@pytest.fixture(scope="module")
+def clusters(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ahead[Cluster]]:
+    with Ahead(request, tmp_path_factory, "cluster", ordering) as ahead:
+        yield ahead
 
 
 def wait_for_order(ask: Callable[[], object]) -> None:
