@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,10 +14,13 @@ from kvstore.client import ClusterClient
 from kvstore.cluster.map import Map, Member
 from kvstore.errors import DeadlineExceeded, NodeUnavailable
 from tests.cluster.test_upkeep import WAIT_S, RealCluster, command, data, one_key, told
+from tests.commands.here import run_here
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
 
 
 def test_a_deletion_waits_for_an_absent_node_until_it_is_back_or_forgotten(tmp_path: Path) -> None:
@@ -89,20 +92,19 @@ def test_a_command_that_names_one_node_deletes_on_all_and_finds_blocks_of_others
         keys = world.put(6)
         for key in keys:
             elsewhere = next(node for node in world.nodes if node.target not in world.client.owners(key))
-            got = blocks("get", key.hex(), "-", "--node", elsewhere.target, text=False)
-            assert got.stdout == data(key)
-            assert blocks("pin", key.hex(), "--node", elsewhere.target).returncode == 0
-            assert blocks("delete", key.hex(), "--node", elsewhere.target).returncode == 0
+            assert got_by_command(key, elsewhere) == data(key)
+            assert run_here("pin", key.hex(), "--node", elsewhere.target).returncode == 0
+            assert run_here("delete", key.hex(), "--node", elsewhere.target).returncode == 0
         assert not any(has for node in world.nodes for has in world.there(node, keys))
         (folder := tmp_path / "file").write_bytes(b"put by hand")
         key, any_node = one_key(), world.nodes[0]
-        assert blocks("put", key.hex(), str(folder), "--node", any_node.target).returncode == 0
+        assert run_here("put", key.hex(), str(folder), "--node", any_node.target).returncode == 0
         assert world.client.get_inline(key, len(b"put by hand")) == b"put by hand"
 
 
-def blocks(*arguments: str, text: bool = True) -> subprocess.CompletedProcess[Any]:
-    command = [sys.executable, "-m", "kvstore", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=text, timeout=60)
+def got_by_command(key: bytes, node: NodeProcess) -> bytes:
+    asked = [sys.executable, "-m", "kvstore", "get", key.hex(), "-", "--node", node.target]
+    return subprocess.run(asked, check=True, capture_output=True, timeout=60).stdout
 
 
 def test_a_process_in_the_place_of_an_absent_node_answers_only_for_itself(
