@@ -158,7 +158,7 @@ int tk_group_read(struct tk_group *group, uint32_t first, uint32_t count, struct
 int tk_group_land(struct tk_group *group, uint32_t row, uint64_t now_ns); /* as the peer's first word does */
 int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code); /* 0 leaves the code; returns the open rows */
 int tk_group_open_rows(struct tk_group *group);
-/* Waits until the first `rows` rows are over, or until all have landed; returns whether they are. */
+/* Waits until the first `rows` rows are over, or until all have landed; returns whether they are, or -ECHILD. */
 int tk_group_wait(struct tk_group *group, uint32_t first, int landed, uint64_t timeout_ns);
 void tk_group_close(struct tk_group *group);
 

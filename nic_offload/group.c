@@ -10,7 +10,8 @@
  * the row itself.
  *
  * What always holds: a row ends once and doesn't change afterwards. A group is freed when its owner has closed it and
- * no work item refers to it. Rows are read and written under the lock, so a reader never sees half of an update.
+ * no work item refers to it. Rows are read and written under the lock, so a reader never sees half of an update. In a
+ * child after fork every call is refused: a thread that the child doesn't have may hold the lock.
  */
 #define _GNU_SOURCE
 #include "progress.h"
@@ -81,6 +82,8 @@ int tk_group_read(struct tk_group *group, uint32_t first, uint32_t count, struct
 {
 	if (first > group->count || count > group->count - first)
 		return -EINVAL;
+	if (!turn_is_ours(group->turn))
+		return -ECHILD;
 	pthread_mutex_lock(&group->lock);
 	memcpy(out, group->rows + first, count * sizeof *out);
 	pthread_mutex_unlock(&group->lock);
@@ -104,7 +107,8 @@ void group_release(struct tk_group *group)
 
 void tk_group_close(struct tk_group *group)
 {
-	group_release(group);
+	if (turn_is_ours(group->turn))
+		group_release(group);
 }
 
 /* Under the lock. Returns whether the last row ended, and no caller was waiting. */
@@ -146,6 +150,8 @@ int tk_group_land(struct tk_group *group, uint32_t row, uint64_t now_ns)
 {
 	if (row >= group->count)
 		return -EINVAL;
+	if (!turn_is_ours(group->turn))
+		return -ECHILD;
 	pthread_mutex_lock(&group->lock);
 	land_row(group, &group->rows[row], now_ns);
 	pthread_mutex_unlock(&group->lock);
@@ -225,6 +231,8 @@ int tk_group_end(struct tk_group *group, uint32_t row, uint32_t code)
 {
 	if (row >= group->count)
 		return -EINVAL;
+	if (!turn_is_ours(group->turn))
+		return -ECHILD;
 	pthread_mutex_lock(&group->lock);
 	end_row(group, &group->rows[row], code);
 	group->is_reported |= !group->open; /* its owner has ended it: TK_OVER is not reported */
@@ -269,6 +277,8 @@ int tk_group_wait(struct tk_group *group, uint32_t first, int landed, uint64_t t
 {
 	uint64_t until_ns = tk_now_ns() + timeout_ns;
 	struct awaited awaited = {group, first, landed};
+	if (!turn_is_ours(group->turn))
+		return -ECHILD;
 	pthread_mutex_lock(&group->lock);
 	group->waiters++;
 	int come = has_come(group, first, landed), had_come = come;
@@ -292,6 +302,8 @@ int tk_group_wait(struct tk_group *group, uint32_t first, int landed, uint64_t t
 
 int tk_group_open_rows(struct tk_group *group)
 {
+	if (!turn_is_ours(group->turn))
+		return -ECHILD;
 	pthread_mutex_lock(&group->lock);
 	int open = (int)group->open;
 	pthread_mutex_unlock(&group->lock);

@@ -4,7 +4,7 @@ The C core writes to the rows (`group.c`): when a put fired, and what the peer a
 causes no events; if no caller is waiting when its last row completes, there is one event, OVER, with the group's tag.
 Exceptional results are reported as events, and their reader completes the row.
 
-What always holds: a row completes once, and doesn't change after that.
+What always holds: a row completes once, and doesn't change after that. In a forked child every call raises FabricError.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ _ROWS = ffi.typeof("struct tk_row[]")
 assert _ROW.size == ffi.sizeof("struct tk_row")
 _SLICE_S = 0.25  # a wait in C doesn't see signals
 _SLICE_NS = int(_SLICE_S * 1e9)
+
+
+def _checked(code: int) -> int:
+    if code < 0:
+        raise FabricError.from_code("Using a group", code)
+    return code
 
 
 class Row(NamedTuple):
@@ -73,7 +79,7 @@ class Group:
     def row(self, number: int) -> Row:
         """The current state of a row."""
         out = ffi.new("struct tk_row *")
-        lib.tk_group_read(self._handle, number, 1, out)
+        _checked(lib.tk_group_read(self._handle, number, 1, out))
         return Row._make(_ROW.unpack(ffi.buffer(out)))
 
     def rows(self, count: int | None = None) -> Iterator[Row]:
@@ -84,7 +90,7 @@ class Group:
         """The same as plain tuples, which cost less."""
         count = self._count if count is None else count
         out = ffi.new(_ROWS, count)
-        lib.tk_group_read(self._handle, 0, count, out)
+        _checked(lib.tk_group_read(self._handle, 0, count, out))
         return _ROW.iter_unpack(ffi.buffer(out))
 
     def codes(self, count: int) -> list[int]:
@@ -94,15 +100,15 @@ class Group:
     @property
     def open_rows(self) -> int:
         """How many are not over."""
-        return int(lib.tk_group_open_rows(self._handle))
+        return _checked(lib.tk_group_open_rows(self._handle))
 
     def land(self, row: int, at_ns: int) -> None:
         """Note that the first word for a row has arrived; its reader ends the row later."""
-        lib.tk_group_land(self._handle, row, at_ns)
+        _checked(lib.tk_group_land(self._handle, row, at_ns))
 
     def end(self, row: int, code: int = 0) -> None:
         """Complete a row, unless it has completed; a code of 0 keeps the peer's code."""
-        lib.tk_group_end(self._handle, row, code)
+        _checked(lib.tk_group_end(self._handle, row, code))
 
     def wait(self, first: int, timeout_s: float) -> bool:
         """Wait until the first `count` rows have ended; returns whether they have."""
@@ -114,7 +120,7 @@ class Group:
 
     def _wait(self, first: int, landed: int, timeout_s: float) -> bool:
         while timeout_s > _SLICE_S:
-            if lib.tk_group_wait(self._handle, first, landed, _SLICE_NS):
+            if _checked(lib.tk_group_wait(self._handle, first, landed, _SLICE_NS)):
                 return True
             timeout_s -= _SLICE_S
-        return bool(lib.tk_group_wait(self._handle, first, landed, int(max(0.0, timeout_s) * 1e9)))
+        return bool(_checked(lib.tk_group_wait(self._handle, first, landed, int(max(0.0, timeout_s) * 1e9))))

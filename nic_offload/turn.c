@@ -22,6 +22,7 @@
 #include "progress.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #define TURN_NS 500000u
 #define TAKE_NS 10000000u /* the longest time that a caller waits for the end of the progress thread's round */
@@ -33,6 +34,7 @@ struct turn {
 	pthread_cond_t left;   /* signalled by a caller that leaves; the progress thread waits for it */
 	pthread_cond_t passed; /* signalled by the progress thread; callers wait for it */
 	struct tk_fabric *fabric; /* NULL: no more rounds */
+	pid_t pid;		  /* of the process that opened it */
 	int has;
 	int goes_on;  /* the progress thread runs the next round */
 	int is_aside; /* it waits until a caller leaves */
@@ -52,6 +54,7 @@ struct turn *turn_open(struct tk_fabric *fabric)
 	init_condition(&turn->left);
 	init_condition(&turn->passed);
 	turn->fabric = fabric;
+	turn->pid = getpid();
 	turn->has = THREAD;
 	turn->users = 1;
 	return turn;
@@ -140,6 +143,11 @@ void turn_end(struct turn *turn)
 }
 
 /* --- any thread */
+
+int turn_is_ours(const struct turn *turn)
+{
+	return turn->pid == getpid();
+}
 
 void turn_rouse(struct turn *turn)
 {

@@ -20,6 +20,7 @@ void turn_wakes(struct turn *turn);  /* ... and a caller that took it keeps it u
 void turn_pass(struct turn *turn);   /* between rounds: lets waiting callers run rounds, until they have left */
 
 /* On any thread. */
+int turn_is_ours(const struct turn *turn); /* false in a child after fork, where the threads that hold locks are missing */
 void turn_rouse(struct turn *turn);  /* an awaited event may have come from another thread */
 void turn_waits(struct turn *turn, int more); /* counts callers that wait without running rounds */
 /* Runs rounds, if the caller may, until `has_come` returns true or until `until_ns`. */
