@@ -83,6 +83,8 @@ int poll_acks(struct tk_fabric *fabric)
 		watch->before = value;
 		value = ack_in(&work->ack, value);
 		uint32_t code = value & ((1u << ACK_CODE_BITS) - 1);
+		if (work->partner && !work->partner->posted_ns) /* the peer can't have got what this is the answer to */
+			code = 0;
 		if (code <= work->code) { /* codes only rise: this word has arrived before */
 			fabric->statistics.stale_words++;
 			continue;

@@ -373,7 +373,10 @@ class ArmedPuts:
         >>> puts.wait_landed(timeout_s=10)
         True
         """
-        return self._group.wait_landed(timeout_s)
+        have_landed = self._group.wait_landed(timeout_s)
+        if have_landed:  # if they have ended too, no event follows
+            self.ended()
+        return have_landed
 
     def abandon(self) -> None:
         """End all puts that have not landed. When this returns, nothing reads the sources any more.
@@ -390,6 +393,7 @@ class ArmedPuts:
         def lose_unless_landed() -> None:
             if not self._group.wait_landed(0):
                 self._client.lose(self._link, DeadlineExceeded("A block was sent and did not land in time."))
+            self._end_if_over()
             settled.set()
 
         with self._client.lock:

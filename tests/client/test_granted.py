@@ -154,6 +154,20 @@ def test_any_number_of_puts_is_armed_over_a_few_slots_with_one_flag(node: NodeIn
             assert found[piece] == memory[piece]
 
 
+def test_a_batch_whose_caller_waits_only_until_it_has_landed_leaves_nothing_behind(
+    rig: ClientWithBuffers,
+) -> None:
+    """Its end is not reported: the caller has seen it. So nothing else would take the batch from its link."""
+    batches = []
+    for number in range(5):
+        batches.append(rig.client.arm([rig.block(number, LENGTH)], durability=LANDED))
+        assert batches[-1].wait_landed(WAIT_S)
+    link = rig.client._core.link
+    assert link is not None
+    wait_until(lambda: not link.operations, "all batches are over")
+    assert [one.has_ended for one in batches] == [True] * 5
+
+
 def test_a_put_is_armed_before_its_block_has_a_name(rig: ClientWithBuffers) -> None:
     blocks = [Block(b"", rig.from_region, number * LENGTH, LENGTH, threshold=1) for number in range(3)]
     puts = rig.client.arm(blocks, rig.flags[0])

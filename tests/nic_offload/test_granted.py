@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import socket
 import struct
 import time
 from array import array
@@ -22,6 +23,7 @@ from nic_offload.group import Group
 from nic_offload.receiver import Receiver, Room, packed_rooms
 from nic_offload.sender import METADATA_BYTES_MAX, Area, Sender, name_put, put, put_row
 from nic_offload.shelf import Shelf, Shelved
+from nic_offload.sockaddr import SocketAddress, ip_of
 from nic_offload.trigger import TriggeredNotify, arm
 from tests.nic_offload.rig import PAGE, WAIT_S, Pair, after_ms, wait_until
 
@@ -495,6 +497,36 @@ def test_a_put_that_fires_before_it_is_named_is_not_sent(net: GrantRig) -> None:
     assert net.codes(group, 1) == [LANDED]
     net.wait_came(1)
     assert net.came[0].key == key_of(42)
+
+
+def test_an_answer_to_a_put_that_was_not_sent_has_no_effect(net: GrantRig) -> None:
+    """A node can compute the word. Taken for an answer it would free slot and word, and so would the put's end."""
+    near, tag = net.pair.near, 7
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and accepts nothing
+        peer = near.fabric.add_peer(SocketAddress(ip_of("127.0.0.1"), nobody.getsockname()[1]).packed(4))
+        sender = Sender(
+            near.endpoint,
+            near.region,
+            peer,
+            Area(0, PAGE, SLOT, 0, 1, FIRST),
+            near.word(WORDS).address,
+            1,
+            0,
+            near.region.address + HEADS,
+            FIRST_ACK,
+            10_000_000_000,
+            3,
+        )
+        row = put_row(near.region, near.region.address + DATA, PAGE, 0, key_of(1))
+        group = put(near.fabric, sender, tag, [row], None, FINGERPRINT, LANDED)
+        wait_until(lambda: near.endpoint.stalled_ns > 0, "the put can't be sent")
+        stale = near.fabric.statistics().stale_words
+        near.word(WORDS).store(FIRST_ACK << 8 | LANDED)
+        wait_until(lambda: near.fabric.statistics().stale_words > stale, "the word was seen")
+        assert (group.open_rows, group.row(0).landed_ns) == (1, 0)
+        assert near.fabric.cancel([tag]) == 1
+        assert near.final(tag).status == -errno.ECANCELED
 
 
 def test_unawaited_blocks_do_not_wake_a_waiter(net: GrantRig) -> None:
