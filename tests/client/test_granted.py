@@ -322,7 +322,7 @@ def test_blocks_waiting_for_the_drive_can_be_read_and_deleted(
         patched.setattr(node.node.store, "put", full)
         kept, gone = rig.block(0, LENGTH), rig.block(1, LENGTH)
         assert rig.client.put([kept], durability=LANDED)[0].error is None
-        waiting = rig.client.arm([gone])
+        waiting = rig.client.arm([gone], durability=Durability.SYNCED)  # which no lane writes
         assert waiting.wait_landed(WAIT_S)
         wanted = [rig.wanted(kept), rig.wanted(gone)]
         assert rig.client.get(wanted, timeout_s=WAIT_S) == [Hit(kept.key), Hit(gone.key)]

@@ -98,6 +98,23 @@ def test_an_acknowledged_block_is_found_along_with_an_unknown_one(
         rig.close()
 
 
+def test_what_has_landed_is_found_before_the_nodes_python_has_been_notified(tmp_path: Path) -> None:
+    """It is notified between two steps of its loop, and this put lands during one."""
+    with NodeInProcess(tmp_path / "node") as node:
+        rig = ClientWithBuffers(node)
+        first, block = rig.block(0, 4096), rig.block(1, 4096)
+        assert rig.client.put([first], durability=Durability.SYNCED)[0].error is None
+
+        def put_and_look(inside: Node) -> bool:
+            rig.client.arm([block], durability=Durability.SYNCED)
+            wait_until(lambda: inside.hot.shelf.came > inside.granted._heard, "it has landed")
+            inside.granted.take_all()
+            return block.key in {key for _, key in inside.granted._landed}
+
+        assert node.call(put_and_look)
+        rig.close()
+
+
 def test_idle_clients_cost_a_look_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look-up first processes what another client has just put."""
     looked: list[int] = []
