@@ -165,7 +165,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "float": _timeout,
     "int": _whole,
     "str": _text,
-} | {kind: _named(kind) for kind in ("Arrival", "Client", "Map", "Matched", "Request", "Step")}
+} | {kind: _named(kind) for kind in ("Arrival", "Client", "FlagWord", "Map", "Matched", "Request", "Step")}
 CHECKED: Final = frozenset(_CHECKS)
 # Values of exactly these types always pass.
 _PASS: Final[dict[str, type]] = {

@@ -13,6 +13,8 @@ What always holds:
 - Nothing is put again once the caller may have reused the source: after a result that says that the block has landed
   or failed, after `wait_landed` returned True, and after `cancel` or `abandon`.
 - An attempt to arm waits for its node as long as `ClusterClient.arm` does. No put is armed after its deadline.
+- Of puts whose owners have roles (`user_owners`), only those count that present owners have: if one was replaced, even
+  a put that it has acknowledged is armed again at its successor.
 What it doesn't do: follow a map that nodes without a cluster don't have, or puts without a flag, which have fired; move
 puts behind a `Counter`, which belongs to one client; or take back what a node has already acknowledged.
 """
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.map import Map
     from nic_offload.flags import FlagWord
 
-__all__ = ["Ahead", "ArmedAhead", "PutPlaces"]
+__all__ = ["Ahead", "ArmedAhead", "PutPlaces", "Roles"]
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +71,27 @@ class _Armed(Protocol):
     def _failed_puts(self, known: Collection[int]) -> dict[int, FailedPut]: ...
 
 
+class Roles(Protocol):
+    """The nodes that must have a user's blocks, as their home names them."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Their names, by address, as of the last answer."""
+        ...
+
+    def ask(self, timeout_s: float) -> dict[str, str] | None:
+        """Ask the home which they are now; None if it has not answered."""
+        ...
+
+    def look(self, away: Collection[str]) -> None:
+        """Ask again if they may have changed: the map has, or these nodes don't take puts."""
+        ...
+
+
 class Ahead(NamedTuple):
     """How puts that wait for their flag are armed again."""
 
-    flag: FlagWord
+    flag: FlagWord | None  # None: they fire when they are armed
     deadline_ns: int
     threshold: Callable[[int], int]  # of a block
     owners: Callable[[Map, int], Sequence[str]]  # of a block
@@ -80,6 +99,11 @@ class Ahead(NamedTuple):
         [Mapping[str, list[int]], bool], Mapping[str, _Armed | KvError]
     ]  # behind the flag, or at once
     suspect: Callable[[str], None]  # finds out whether a node still answers; if it doesn't, its puts fail
+    roles: Roles | None = None
+
+    def has_flag(self, at: int) -> bool:
+        """Whether the flag has reached a block's threshold."""
+        return self.flag is None or self.flag.load() >= self.threshold(at)
 
 
 @dataclass(eq=False)
@@ -92,6 +116,7 @@ class _Part:
     failed: set[int] = field(default_factory=set)  # numbers of puts known to have failed
     moved: set[int] = field(default_factory=set)  # those of them that are armed again, or wait for it
     leaving: set[int] = field(default_factory=set)  # that were to be withdrawn
+    name: str = ""  # the node's, where owners have roles
 
     @cached_property
     def numbers(self) -> dict[int, int]:
@@ -128,9 +153,13 @@ class PutPlaces:
         self._failed: dict[int, list[KvError]] = defaultdict(list)  # puts that are not armed any more
         self._reported: set[int] = set()  # blocks whose source the caller may have reused
         self._revision = -1
+        self._roles = None if ahead is None else ahead.roles
+        self._names = {} if self._roles is None else self._roles.names  # of the nodes whose puts count
+        if self._roles is not None:
+            self._copies = len(self._names)
         for node, places, answer in parts:
             if not isinstance(answer, KvError):
-                self._parts.append(_Part(node, places, answer))
+                self._parts.append(_Part(node, places, answer, name=self._names.get(node, "")))
                 continue
             for at in places:
                 if (
@@ -143,6 +172,26 @@ class PutPlaces:
                     self._failed[at].append(answer)
 
     # --- what has become of them
+
+    @property
+    def is_following(self) -> bool:
+        """Whether puts may still be armed at other nodes."""
+        return self._ahead is not None
+
+    @property
+    def copies(self) -> int:
+        """How many nodes must have a block."""
+        return self._copies
+
+    @property
+    def roles(self) -> Roles | None:
+        """The owners that the user's home names, if their blocks have those."""
+        return self._roles
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The nodes, by address, whose puts count now."""
+        return self._names
 
     @property
     def has_ended(self) -> bool:
@@ -200,7 +249,7 @@ class PutPlaces:
                 each[at] += [PutResult(self._keys[at], None, late) for _ in some]
             for at, errors in self._failed.items():
                 each[at] += [PutResult(self._keys[at], None, error) for error in errors]
-            for part in self._parts:
+            for part in filter(self._counts, self._parts):
                 for number, (at, result) in enumerate(zip(part.places, part.puts.wait(0), strict=True)):
                     if number not in part.moved:
                         each[at].append(result)
@@ -248,8 +297,12 @@ class PutPlaces:
 
     def _here(self, at: int) -> list[tuple[_Part, int]]:
         """The parts, and the numbers in them, of this block's puts that are armed or have ended."""
-        here = [(part, part.numbers.get(at)) for part in self._parts]
+        here = [(part, part.numbers.get(at)) for part in self._parts if self._counts(part)]
         return [(part, number) for part, number in here if number is not None and number not in part.moved]
+
+    def _counts(self, part: _Part) -> bool:
+        """Whether the copies at a part's node are wanted."""
+        return self._roles is None or self._names.get(part.node) == part.name
 
     def _can_succeed(self, at: int) -> bool:
         """Whether this block may still have enough copies."""
@@ -265,7 +318,7 @@ class PutPlaces:
 
     def _ended_by(self, at: int, one: _Waiting) -> KvError:
         ahead = self._ahead
-        if ahead is None or one.has_fired or ahead.flag.load() >= ahead.threshold(at):
+        if ahead is None or one.has_fired or ahead.has_flag(at):
             return one.error
         return DeadlineExceeded("The flag did not reach the put's threshold in time, and it was not sent.")
 
@@ -278,6 +331,10 @@ class PutPlaces:
                 if (ahead := self._ahead) is None:
                     return False
                 self._look()
+                away = self._away()
+            if self._roles is not None:
+                self._roles.look(away)  # it may call the home
+            with self.lock:
                 leaving = self._leaving(ahead, now)
             for part, numbers in leaving:
                 part.puts._withdraw(numbers)  # noqa: SLF001 - of this package
@@ -286,13 +343,20 @@ class PutPlaces:
                 for part in (one for one, _ in leaving if not one.puts.has_ended):
                     if all(one.node != part.node for one in now.members):
                         ahead.suspect(part.node)  # puts that have fired there wait for their answers
+                if self._roles is not None and self._ahead is not None:
+                    self._fit_to_roles(ahead)
                 wanted = self._wanted(ahead, now)
             for at_once, armings in wanted.items():
                 self._arm(ahead, armings, at_once=at_once)
         return not self.has_ended
 
     def _leaving(self, ahead: Ahead, now: Map) -> list[tuple[_Part, list[int]]]:
-        if now.revision == self._revision:
+        if self._roles is not None:
+            names = self._roles.names
+            if names == self._names:
+                return []
+            self._names, self._copies = names, len(names)
+        elif now.revision == self._revision:
             return []
         self._revision = now.revision
         leaving = []
@@ -304,7 +368,7 @@ class PutPlaces:
                 for number, at in enumerate(part.places)
                 if number not in part.leaving
                 and at not in self._reported
-                and part.node not in ahead.owners(now, at)
+                and not (self._counts(part) and part.node in self._owners(ahead, now, at))
             ]
             if numbers:
                 part.leaving.update(numbers)
@@ -322,12 +386,44 @@ class PutPlaces:
         now_ns = _CLOCK.monotonic_ns()
         for at, some in self._waiting.items():
             here = {part.node for part, _ in self._here(at)}
-            free = [node for node in ahead.owners(now, at) if node not in here]
+            free = [node for node in self._owners(ahead, now, at) if node not in here]
             for one, node in zip(some, free, strict=False):
                 if one.due_ns <= now_ns:
                     one.is_arming = True
                     wanted[one.has_fired].setdefault(node, []).append((at, one))
         return wanted
+
+    def _owners(self, ahead: Ahead, now: Map, at: int) -> Iterable[str]:
+        return ahead.owners(now, at) if self._roles is None else self._names
+
+    def _away(self) -> set[str]:
+        """Owners that puts have been tried at, and are armed at no more."""
+        away = set[str]()
+        for at, some in self._waiting.items():
+            if self._roles is not None and any(one.due_ns for one in some):
+                away |= self._names.keys() - {part.node for part, _ in self._here(at)}
+        return away
+
+    def _fit_to_roles(self, ahead: Ahead) -> None:
+        """See to it that each block has a put, or one that waits, for each of the present owners, and no more."""
+        former = [(part, part.puts.wait(0)) for part in self._parts if not self._counts(part)]
+        for at in range(len(self._keys)):
+            if at in self._reported:
+                continue
+            some = self._waiting.get(at, [])
+            missing = len(self._names) - len(self._here(at)) - len(self._failed.get(at, ())) - len(some)
+            for one in [one for one in some if not one.is_arming][: max(0, -missing)]:
+                some.remove(one)
+            if missing > 0:
+                fired = ahead.has_flag(at) or any(
+                    results[part.numbers[at]].fired_ns for part, results in former if at in part.numbers
+                )
+                error = NodeUnavailable("The node that has to have the block now took no put of it in time.")
+                some = [*some, *(_Waiting(error, fired) for _ in range(missing))]
+            if some:
+                self._waiting[at] = some
+            else:
+                self._waiting.pop(at, None)
 
     def _arm(self, ahead: Ahead, armings: Mapping[str, list[tuple[int, _Waiting]]], *, at_once: bool) -> None:
         if not armings:
@@ -343,7 +439,8 @@ class PutPlaces:
             for node, some in armings.items():
                 answer = answers[node]
                 if not isinstance(answer, KvError):
-                    self._parts.append(_Part(node, [at for at, _ in some], answer))
+                    name = self._names.get(node, "")
+                    self._parts.append(_Part(node, [at for at, _ in some], answer, name=name))
                 for at, one in some:
                     self._answered(at, one, answer)
             self._armed.notify_all()
@@ -400,6 +497,14 @@ class ArmedAhead:
                 self._thread.start()
                 atexit.register(self.close)  # before the fabrics, which are closed at the interpreter's exit
             self._changed.notify()
+
+    def again(self, places: PutPlaces) -> None:
+        """Have puts that have ended follow the present owners: one may have been replaced since."""
+        if self._follow(places, self._current()):
+            with self._changed:
+                is_followed = any(one is places for one in self._followed)
+            if not is_followed:
+                self.add(places)
 
     def close(self) -> None:
         """Stop following the map, once an attempt that is under way has ended. In a forked child this does nothing."""

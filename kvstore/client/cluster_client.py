@@ -24,33 +24,28 @@ What it doesn't do: copy blocks that nobody reads. Nodes do, if configured to (`
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvstore.client.arguments import checks_arguments
+from kvstore.client.arming import Arming, Owners, PutTerms
 from kvstore.client.block_calls import Prefix, Stored
 from kvstore.client.blocks import PutResult
 from kvstore.client.checks import check_between, check_lengths, check_wanted, checked_puts
-from kvstore.client.cluster_ahead import Ahead, ArmedAhead, PutPlaces
 from kvstore.client.cluster_blocks import blocks_of, keys_of
 from kvstore.client.cluster_puts import ClusterPin, ClusterPuts, merged, now_s, seconds_until, stream_broke
 from kvstore.client.cluster_reads import Reads, by_owner
 from kvstore.client.cluster_removals import Removals
 from kvstore.client.description import described
 from kvstore.client.nodes import Nodes
+from kvstore.client.owner_calls import OwnerCalls
 from kvstore.client.repairs import Repairs
-from kvstore.client.silent_nodes import SilentNodes
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
-from kvstore.errors import Closed, DeadlineExceeded, InvalidArgument, KvError, NodeUnavailable, UsageError
+from kvstore.errors import InvalidArgument, KvError, NodeUnavailable
 from kvstore.limits import (
-    CLUSTER_CALLS_AT_ONCE,
-    CLUSTER_FIRST_TRY_MS,
     CLUSTER_INLINE_AT_ONCE,
     ERASE_TIMEOUT_S,
     LEASE_TIMEOUT_MS,
@@ -60,12 +55,10 @@ from kvstore.limits import (
 from kvstore.miss import Miss
 from kvstore.names import UNSAID
 from nic_offload.errors import shown
-from nic_offload.flags import FlagWord
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -76,11 +69,11 @@ if TYPE_CHECKING:
     from kvstore.client.erasing import Erasure
     from kvstore.client.grpc_blocks import Data
     from kvstore.client.nodes import RegisteredMemory
-    from kvstore.client.puts import ArmedPuts
     from kvstore.cluster.map import Map
     from kvstore.reach import Reach
     from nic_offload.counter import Counter
     from nic_offload.fabric import Fabric
+    from nic_offload.flags import FlagWord
 
 __all__ = ["ClusterClient"]
 
@@ -120,16 +113,12 @@ class ClusterClient(Handle):
             raise InvalidArgument(f'`acks` is "all" or "any", not {shown(acks)}.')
         self.nodes = Nodes(nodes, **of_clients)
         self._replicas, self._acks_max = replicas, REPLICAS_MAX if acks == "all" else 1
-        self._calling = self.nodes._calling  # noqa: SLF001 - of this package
-        self._repairs = Repairs(self._calling)
-        self._closing = threading.Event()
-        self._threads = ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE, "kvstore-cluster")
-        self._is_there = self.nodes._has  # noqa: SLF001 - of this package
-        self._removals = Removals(self.nodes, self._each, self._closing, _CLOCK)
-        self._silent = SilentNodes(self.nodes.reach.at, self.nodes._drop)  # noqa: SLF001 - of this package
-        self._ahead = ArmedAhead(lambda: self.nodes.map)
+        self._calls = OwnerCalls(self.nodes)
+        self._repairs = Repairs(self._calls.calling)
+        self._removals = Removals(self.nodes, self._calls.each, self._calls.closing, _CLOCK)
+        self._arming = Arming(self._calls, lambda: self.nodes.map)
         self._reads = Reads(
-            self.nodes, lambda: self.replicas, self._each, self._silent, self._repairs, _CLOCK
+            self.nodes, lambda: self.replicas, self._calls.each, self._calls.silent, self._repairs, _CLOCK
         )
 
     def __repr__(self) -> str:
@@ -163,7 +152,9 @@ class ClusterClient(Handle):
 
         >>> cluster.attach()
         """
-        self._each({member.node: [] for member in self.nodes.map.members}, lambda client, _: client.attach())
+        self._calls.each(
+            {member.node: [] for member in self.nodes.map.members}, lambda client, _: client.attach()
+        )
 
     @property
     def transport(self) -> str:
@@ -231,42 +222,19 @@ class ClusterClient(Handle):
         >>> [result.durability.name for result in puts.wait(timeout_s=10)]
         ['WRITTEN']
         """
-        given, context, replicas = list(blocks), copy_context(), self.replicas
-        keys, copies = keys_of(given), min(replicas, self._acks_max)
-        attach_s = min(self._call_s(timeout_s), CLUSTER_FIRST_TRY_MS / 1000)
-        deadline_ns = _CLOCK.monotonic_ns() + lease_ms * 1_000_000
-
-        def arm(
-            client: Client, some: list[int], flag: FlagWord | Counter | None = flag, lease_ms: int = lease_ms
-        ) -> ArmedPuts:
-            return client.arm(
-                blocks_of(client, [given[at] for at in some]),
-                flag,
-                durability=durability,
-                lease_ms=lease_ms,
-                expires_unix_ms=expires_unix_ms,
-                timeout_s=attach_s,
-            )
-
-        def again(parts: Mapping[str, list[int]], at_once: bool) -> dict[str, ArmedPuts | KvError]:  # noqa: FBT001
-            left_ms = max(1, (deadline_ns - _CLOCK.monotonic_ns()) // 1_000_000)
-            late = partial(arm, flag=None if at_once else flag, lease_ms=left_ms)
-            return context.run(self._each, parts, late, lambda puts: puts.abandon())
+        given, replicas = list(blocks), self.replicas
+        keys = keys_of(given)
 
         def owners(now: Map, at: int) -> list[str]:
             return self._owners_on(now, keys[at], replicas)
 
-        def threshold(at: int) -> int:
-            return given[at].threshold
-
-        ahead: Ahead | None = None
-        armed = self._of_owners(keys, replicas, arm, lambda puts: puts.abandon())
-        if isinstance(flag, FlagWord) and self.nodes.map.revision:
-            ahead = Ahead(flag, deadline_ns, threshold, owners, again, self._silent.suspect)
-        places = PutPlaces(keys, armed, copies, ahead)
-        if ahead is not None:
-            self._ahead.add(places)
-        return ClusterPuts(keys, places, copies, self._silent)
+        return self._arming.arm(
+            given,
+            keys,
+            flag,
+            Owners(owners, partial(self._owned, keys, replicas), min(replicas, self._acks_max)),
+            PutTerms(durability, lease_ms, expires_unix_ms, self._call_s(timeout_s)),
+        )
 
     def get(self, blocks: Sequence[ClusterBlock], *, timeout_s: float | None = None) -> list[Hit | Miss]:
         """As `Client.get`, of the first owner that has it, or the nearest: one in this client's `zone` is asked first.
@@ -350,12 +318,13 @@ class ClusterClient(Handle):
                 timeout_s=None if until_s is None else max(0.001, seconds_until(until_s)),
             )
             for one in results:
-                if isinstance(one.error, NodeUnavailable) and not self._is_there(client.target):
+                if isinstance(one.error, NodeUnavailable) and not self._calls.is_there(client.target):
                     raise one.error  # the new owners get all of them
             return results
 
         by_key: list[list[PutResult]] = [[] for _ in keys]
-        for node, some, answer in self._of_owners(keys, replicas, put):
+        owned = partial(self._owned, keys, replicas)
+        for node, some, answer in self._calls.of_owners(len(keys), owned, put):
             results, broken = ([], answer) if isinstance(answer, KvError) else (answer, stream_broke(node))
             for at, result in zip_longest(some, results):
                 by_key[at].append(result or PutResult(keys[at], None, broken))
@@ -473,9 +442,9 @@ class ClusterClient(Handle):
         ...     pin.pinned
         [True]
         """
-        answers = self._of_owners(
-            keys,
-            self.replicas,
+        answers = self._calls.of_owners(
+            len(keys),
+            partial(self._owned, keys, self.replicas),
             lambda client, some: client.pin([keys[at] for at in some], time_to_live_ms=time_to_live_ms),
         )
         pins: list[Pin] = []
@@ -497,12 +466,12 @@ class ClusterClient(Handle):
 
         >>> ClusterClient([client.target]).close()
         """
-        self._closing.set()
-        self._ahead.close()
-        self._silent.close()
+        self._calls.closing.set()
+        self._arming.close()
+        self._calls.silent.close()
         self.nodes.close()
         self._repairs.close()
-        self._threads.shutdown()
+        self._calls.threads.shutdown()
 
     # --- how calls are split
 
@@ -527,74 +496,3 @@ class ClusterClient(Handle):
             for node, own in by_owner(now, tenant, keys, wanted, rank).items():
                 parts[node] += [at for at in own if (node, at) not in called]
         return {node: own for node, own in parts.items() if own}
-
-    def _of_owners(
-        self,
-        keys: Sequence[bytes],
-        replicas: int,
-        call: Callable[[Client, list[int]], R],
-        undo: Callable[[R], object] | None = None,
-    ) -> list[tuple[str, list[int], R | KvError]]:
-        """Call each key's owners, as `_each`; the keys of a node that has left the map go to their new owners."""
-        answers = list[tuple[str, list[int], R | KvError]]()
-        parts = self._owned(keys, replicas, range(len(keys)), called=())
-        called = {(node, at) for node, some in parts.items() for at in some}
-        while parts:
-            left = set[int]()
-            try:
-                replies = self._each(parts, call, undo)
-            except UsageError:
-                for _, _, answer in answers:
-                    if undo is not None and not isinstance(answer, KvError):
-                        undo(answer)
-                raise
-            for node, answer in replies.items():
-                if isinstance(answer, NodeUnavailable) and not self._is_there(node):
-                    left.update(parts[node])
-                else:
-                    answers.append((node, parts[node], answer))
-            parts = self._owned(keys, replicas, sorted(left), called)
-            called |= {(node, at) for node, some in parts.items() for at in some}
-        return answers
-
-    def _each(
-        self,
-        parts: Mapping[str, list[int]],
-        call: Callable[[Client, list[int]], R],
-        undo: Callable[[R], object] | None = None,
-    ) -> dict[str, R | KvError]:
-        """Call all nodes at the same time and return their results; a caller's mistake is raised, and all is undone."""
-
-        def one(node: str) -> R | KvError:
-            try:
-                self._silent.check(node)
-                with self._silent.waiting((node,)), self._calling(node) as client:
-                    return call(client, parts[node])
-            except (NodeUnavailable, DeadlineExceeded) as error:
-                if error.was_tried:
-                    self._silent.suspect(node)
-                return error
-            except KvError as error:
-                return error
-
-        first, *others = parts or [""]
-        if not first:
-            return {}
-        waiting = {node: self._begun(one, node) for node in others}
-        answers = {first: one(first)} | {node: future.result() for node, future in waiting.items()}
-        mistakes = [answer for answer in answers.values() if isinstance(answer, UsageError)]
-        if mistakes:
-            for answer in answers.values():
-                if undo is not None and not isinstance(answer, KvError):
-                    undo(answer)
-            raise mistakes[0]
-        return answers
-
-    def _begun(self, call: Callable[[str], R], node: str) -> Future[R]:
-        """A call in another thread, with its caller's request id: so `kvstore explain` finds it on every node."""
-        try:
-            return self._threads.submit(copy_context().run, call, node)
-        except RuntimeError:
-            if self._closing.is_set():
-                raise Closed("The client is closed.") from None
-            raise

@@ -6,6 +6,7 @@ wanted, and fails with `KeyTaken` if an owner that answered has another block un
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -14,12 +15,12 @@ from kvstore.client.arguments import checks_arguments
 from kvstore.client.blocks import PutResult
 from kvstore.clock import SystemClock
 from kvstore.errors import DeadlineExceeded, FabricError, NodeUnavailable
-from kvstore.limits import CLUSTER_LAST_COPY_MS, CLUSTER_PUTS_SLICE_MS
+from kvstore.limits import CLUSTER_LAST_COPY_MS, CLUSTER_PUTS_SLICE_MS, SESSIONS_RETRY_MS
 from nic_offload.handle import Handle
 from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore.client.block_calls import Pin
     from kvstore.client.cluster_ahead import PutPlaces
@@ -45,10 +46,12 @@ class ClusterPuts:
         self,
         keys: Sequence[bytes],
         places: PutPlaces,
-        copies: int,
         silent: SilentNodes,
+        again: Callable[[PutPlaces], None],
     ) -> None:
-        self._keys, self._places, self._copies, self._silent = keys, places, copies, silent
+        """`again` has puts that have ended follow their owners."""
+        self._keys, self._places, self._silent, self._again = keys, places, silent, again
+        self._confirmed: list[PutResult] | None = None  # of a user's blocks: that all owners have them
 
     @property
     def has_ended(self) -> bool:
@@ -63,7 +66,45 @@ class ClusterPuts:
         >>> [result.error for result in puts.wait(timeout_s=10)]
         [None]
         """
-        until_s = now_s() + timeout_s
+        end_s = now_s() + timeout_s
+        while self._confirmed is None:
+            self._wait(end_s)
+            with self._places.lock:
+                names, results = self._places.names, self._now()
+                if self._places.roles is None:
+                    self._places.note_results(results)
+                    return results
+            if (is_over := self._is_confirmed(names, results, end_s)) is None:
+                continue
+            with self._places.lock:
+                if not is_over:
+                    results = [_unconfirmed(one) for one in results]
+                self._places.note_results(results)
+            return results
+        return list(self._confirmed)
+
+    def _is_confirmed(self, names: dict[str, str], results: list[PutResult], end_s: float) -> bool | None:
+        """Whether these nodes had to have the blocks after they had them; None: others have to, or puts go on."""
+        roles = self._places.roles
+        assert roles is not None, "the blocks have owners that a home names"
+        if all(one.error is not None for one in results):
+            return True  # nothing to confirm
+        while left_s := seconds_until(end_s):
+            if (now := roles.ask(left_s)) is None:
+                threading.Event().wait(min(left_s, SESSIONS_RETRY_MS / 1000))
+            elif now == names:
+                if all(one.error is None for one in results):
+                    self._confirmed = results
+                return True
+            else:
+                self._again(self._places)
+                return None if self._places.is_following else False
+            if self._places.names != names:
+                return None
+        return False
+
+    def _wait(self, until_s: float) -> None:
+        """Wait until the puts have ended, or enough of them."""
         is_enough = False
         with ExitStack() as watched:
             watches: set[str] = set()
@@ -80,14 +121,11 @@ class ClusterPuts:
                 if not is_enough and all(one.error is None for one in self._now()):
                     is_enough = True
                     until_s = min(until_s, now_s() + CLUSTER_LAST_COPY_MS / 1000)
-        with self._places.lock:
-            results = self._now()
-            self._places.note_results(results)
-        return results
 
     def _now(self) -> list[PutResult]:
         each = self._places.each()
-        return [merged(key, some, self._copies) for key, some in zip(self._keys, each, strict=True)]
+        copies = self._places.copies
+        return [merged(key, some, copies) for key, some in zip(self._keys, each, strict=True)]
 
     def wait_landed(self, timeout_s: float) -> bool:
         """As `ArmedPuts.wait_landed`.
@@ -158,6 +196,17 @@ def seconds_until(until_s: float) -> float:
 def stream_broke(node: str) -> NodeUnavailable:
     """The error of blocks whose stream ended before them."""
     return NodeUnavailable(f"The stream to {node} broke before this block.")
+
+
+def _unconfirmed(result: PutResult) -> PutResult:
+    """The result of a put whose owners the user's home has not confirmed: its source is in use."""
+    if result.error is not None:
+        return result
+    late = DeadlineExceeded(
+        "The nodes have the block, and the user's home has not confirmed that they are the right ones."
+        " Wait again, or put it again."
+    )
+    return PutResult(result.key, None, late)
 
 
 def merged(key: bytes, each: Sequence[PutResult], copies: int) -> PutResult:

@@ -14,6 +14,8 @@ same home. Adding a node moves only the users that it takes over, and their KV i
 away stays the home as long as it is on the map or in the list: its gets are misses and its puts fail, as with `Client`,
 at the cost of one deadline at most, and other users notice nothing.
 The client of a node that left the map is closed once nothing can be in flight any more.
+With two replicas, `put` and `arm` put a user's blocks to their home and its standby (`user_owners`); the client of the
+home (`of`) puts to the home alone.
 What it doesn't do: move or copy what is stored.
 """
 
@@ -31,8 +33,9 @@ from kvstore.client.map_follower import Following
 from kvstore.client.sessions import AnyHome, Session
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Map, Member
+from kvstore.durability import Durability
 from kvstore.errors import Closed, ConfigError, NodeUnavailable, NotRegistered, RegionBusy
-from kvstore.limits import CLUSTER_LEFT_MS
+from kvstore.limits import CLUSTER_LEFT_MS, LEASE_TIMEOUT_MS
 from kvstore.reach import Reach, reach_of_arguments, reach_settings
 from nic_offload.errors import shown
 from nic_offload.handle import Handle
@@ -43,7 +46,12 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from kvstore.client.blocks import PutResult
+    from kvstore.client.cluster_blocks import ClusterBlock
+    from kvstore.client.cluster_puts import ClusterPuts
+    from kvstore.client.user_owners import UserPuts
     from nic_offload.fabric import Region
+    from nic_offload.flags import FlagWord
 
 __all__ = ["Nodes", "RegisteredMemory"]
 
@@ -54,7 +62,7 @@ _CLOCK = SystemClock()
 class Nodes(Handle):
     """A client of each of several nodes. Its methods may be called from any thread.
 
-    >>> from kvstore.client import Nodes
+    >>> from kvstore.client import ClusterBlock, Nodes
     >>> nodes = Nodes(["127.0.0.1:7070"], layout=b"my model, bf16")
     >>> [found.length for found in nodes.of("ada").exists([key])]
     [4096]
@@ -90,6 +98,7 @@ class Nodes(Handle):
         self._clients: dict[str, Client] = {}
         self._left_s: dict[str, float] = {}  # clients whose nodes are not on the map: since when
         self._closed = False
+        self._user_puts: UserPuts | None = None  # once a user's blocks are put by it
 
     @property
     def map(self) -> Map:
@@ -217,6 +226,70 @@ class Nodes(Handle):
         """
         return Session(lambda: session_calls_of(self.of(user)), user, name)
 
+    def put(
+        self,
+        user: str,
+        blocks: Sequence[ClusterBlock],
+        *,
+        durability: Durability = Durability.WRITTEN,
+        expires_unix_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> list[PutResult]:
+        """As `Client.put`, of a user's blocks: to their home and, with two replicas, its standby.
+
+        A put succeeds when both have the block and the home confirms that they are the right two, or that it has no
+        standby. When this returns, nothing reads the memory any more.
+
+        >>> block = ClusterBlock(key, nodes.register(memory), offset=0, length=4096)
+        >>> [result.durability.name for result in nodes.put("ada", [block])]
+        ['WRITTEN']
+        """
+        check_name("A user", user)
+        left_s = self.reach.get_timeout_s if timeout_s is None else timeout_s
+        return self._puts().put(user, blocks, durability, expires_unix_ms, left_s)
+
+    def arm(
+        self,
+        user: str,
+        blocks: Sequence[ClusterBlock],
+        flag: FlagWord | None = None,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        lease_ms: int = LEASE_TIMEOUT_MS,
+        expires_unix_ms: int = 0,
+        timeout_s: float | None = None,
+    ) -> ClusterPuts:
+        """As `Client.arm`, of a user's blocks: a put to each node that `put` names, all fired by the one flag.
+
+        If one of these is replaced before the puts are confirmed, they are armed at its successor, until `lease_ms`.
+        `wait` asks the home for that, so it takes a call's time even if all puts have ended.
+
+        >>> puts = nodes.arm("ada", [ClusterBlock(key, nodes.register(memory), offset=0, length=4096)])
+        >>> [result.durability.name for result in puts.wait(timeout_s=10)]
+        ['WRITTEN']
+        """
+        check_name("A user", user)
+        call_s = self.reach.call_timeout_s if timeout_s is None else timeout_s
+        return self._puts().arm(user, blocks, flag, durability, lease_ms, expires_unix_ms, call_s)
+
+    def delete(self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN) -> list[bool]:
+        """As `ClusterClient.delete`, on every member and every absent node: a block is on more nodes than its home.
+
+        >>> nodes.delete([block_key(b"never put")])
+        [False]
+        """
+        return self._puts().delete(keys, durability)
+
+    def _puts(self) -> UserPuts:
+        from kvstore.client.user_owners import UserPuts  # noqa: PLC0415 - it uses this module
+
+        with self._lock:
+            if self._closed:
+                raise Closed("The nodes' clients are closed.")
+            if self._user_puts is None:
+                self._user_puts = UserPuts(self)
+            return self._user_puts
+
     def register(self, memory: Buffer) -> RegisteredMemory:
         """Register memory for puts to and gets from any node. Close it before the memory is freed.
 
@@ -232,11 +305,16 @@ class Nodes(Handle):
         >>> Nodes([client.target]).close()
         """
         with self._lock:
-            self._closed = True
+            self._closed, puts = True, self._user_puts
+        if puts is not None:
+            puts.stop()
+        with self._lock:
             clients, self._clients = self._clients, {}
         self._following.close()
         for client in clients.values():
             client.close()
+        if puts is not None:
+            puts.close()
 
 
 def _not_called(why: str) -> NodeUnavailable:

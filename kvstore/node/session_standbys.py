@@ -8,7 +8,8 @@ users who have used any since this process started or since an earlier process o
 acknowledged alone only after the record names none. A new standby has the sessions of all these users before the record
 names it, and gets an epoch for its copies that no earlier copies have. No call returns what a step has changed before
 that step may be acknowledged: changes of a lot are made one after the other, and a read waits for the one under way.
-What it doesn't do: anything with one replica; send the blocks in time (`session_hand_overs` sends them afterwards).
+What it doesn't do: anything with one replica; send the blocks in time (clients put them to both nodes, for which they
+ask for the standby; `session_hand_overs` sends those that it lacks).
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class _Lot:
 
     def __init__(self, term: Term) -> None:
         self.lock = asyncio.Lock()  # held while a session of it changes, and until the standby has that
-        self.users: OrderedDict[tuple[str, str], _User] = OrderedDict()  # who have used sessions in it
+        self.users: OrderedDict[tuple[str, str], _User] = (
+            OrderedDict()
+        )  # who have used sessions in it, or its standby
         self.begin(term, 0)
 
     def begin(self, term: Term, lease: int) -> None:
@@ -202,6 +205,33 @@ class Standbys:
         """Have a standby for a user's sessions, without a step."""
         if (lot := self._lot(term, tenant, user)) is not None:
             await self._settle(lot, term, _User(tenant, user))
+
+    async def named(self, term: Term, tenant: Tenant, user: str) -> tuple[str, str]:
+        """The address and name of the node that has a user's sessions; "" if the record names none, or none is wanted.
+
+        WrongEpoch if the address is not known yet. It is so at a moment of the call.
+        """
+        if (lot := self._lot(term, tenant, user)) is None:
+            return "", ""
+        await self._settle(lot, term, _User(tenant, user))
+        if not (name := lot.standby):
+            return "", ""
+        if (node := self._moves.target(name)) is None:
+            raise WrongEpoch("The node's map does not have the standby of this user's sessions yet.")
+        return node, name
+
+    async def doubt(self, term: Term, node: str) -> None:
+        """Check whether a lot's standby, by its address, still answers; if not, it is replaced before the next step."""
+        lot = self._lots.get(term.lot)
+        if lot is None or not lot.standby or self._moves.target(lot.standby) != node:
+            return
+        name = lot.standby
+        try:
+            await self._call(name, "CopySessions", pb.CopySessionsRequest())
+        except _Away:
+            async with lot.lock:
+                if lot.standby == name:
+                    lot.lose()
 
     async def delete(self, tenant: Tenant, keys: Sequence[bytes]) -> None:
         """Delete blocks of sessions at the standbys too; DeadlineExceeded if one has not answered."""

@@ -319,6 +319,29 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
             return pb.PrefetchSessionResponse(blocks=asked.blocks)
         raise AssertionError
 
+    async def GetStandby(self, request: pb.GetStandbyRequest, context: Context) -> pb.GetStandbyResponse:  # noqa: N802
+        """Return which nodes must have the blocks of a user's sessions."""
+        async with refusals(context, self._node.counters):
+            tenant = self._gate.enter("get standby", context, request.tenant)
+            check_text("user", request.user)
+            if (membership := self._node.membership) is None:
+                raise WrongEpoch("The node is in no cluster now.")
+            if not request.map_revision:
+                raise ProtocolError(
+                    "A standby is found by the revision of a map, which the call does not have."
+                )
+            placed_as = self._gate.tenants.placed_as(tenant.name)
+            term = await membership.primacy.enter(placed_as, request.user)
+            node = name = ""
+            if (upkeep := self._node.upkeep) is not None:
+                if request.away_node:
+                    await upkeep.moves.standbys.doubt(term, request.away_node)
+                await upkeep.moves.arrive(term, tenant, request.user)
+                node, name = await upkeep.moves.standbys.named(term, tenant, request.user)
+            await membership.primacy.check(term, placed_as, request.user)
+            return pb.GetStandbyResponse(name=membership.name, standby_node=node, standby_name=name)
+        raise AssertionError
+
     @asynccontextmanager
     async def _refusals(self, context: Context, name: pb.SessionName) -> AsyncIterator[None]:
         """As `refusals`, and names the session if it doesn't exist: the store has only digests of names."""

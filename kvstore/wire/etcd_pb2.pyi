@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 5dd7beda76bc4f6ed7697ae37635e491
+# Generated from proto sources with BLAKE2b 29794dbfef21a6c8a5283caae3256da4
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 5dd7beda76bc4f6ed7697ae37635e491
+# Generated from proto sources with BLAKE2b 29794dbfef21a6c8a5283caae3256da4
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -215,3 +215,25 @@ class PrefetchSessionResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class GetStandbyRequest(_message.Message):
+    __slots__ = ("tenant", "user", "map_revision", "away_node")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    MAP_REVISION_FIELD_NUMBER: _ClassVar[int]
+    AWAY_NODE_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    user: str
+    map_revision: int
+    away_node: str
+    def __init__(self, tenant: _Optional[str] = ..., user: _Optional[str] = ..., map_revision: _Optional[int] = ..., away_node: _Optional[str] = ...) -> None: ...
+
+class GetStandbyResponse(_message.Message):
+    __slots__ = ("name", "standby_node", "standby_name")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_NODE_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    standby_node: str
+    standby_name: str
+    def __init__(self, name: _Optional[str] = ..., standby_node: _Optional[str] = ..., standby_name: _Optional[str] = ...) -> None: ...

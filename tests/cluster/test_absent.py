@@ -38,7 +38,7 @@ def test_a_deletion_waits_for_an_absent_node_until_it_is_back_or_forgotten(tmp_p
         world.settled()
         wait_until(lambda: world.is_reached(absent), "the client reaches it again", WAIT_S)
         wait_until(
-            lambda: absent.target not in world.client._silent._silent, "it has answered a probe", WAIT_S
+            lambda: absent.target not in world.client._calls.silent._silent, "it has answered a probe", WAIT_S
         )
         assert any(world.there(absent, theirs[:5])), "as was said"
         assert world.client.delete(theirs[:5]) == [True] * 5

@@ -108,7 +108,7 @@ def rig(tmp_path: Path, transport: str) -> Iterator[SilentNodesRig]:
 
 def is_silent(rig: SilentNodesRig, node: str) -> bool:
     try:
-        rig.client._silent.check(node)
+        rig.client._calls.silent.check(node)
     except NodeUnavailable:
         return True
     return False
@@ -170,13 +170,13 @@ def test_a_hanging_node_costs_one_short_wait_in_all(
 
     for name in calls:
         took_s(name)
-    hangs, called, calling = rig.nodes[1].target, list[str](), rig.client._calling
+    hangs, called, calling = rig.nodes[1].target, list[str](), rig.client._calls.calling
 
     def noted(node: str) -> AbstractContextManager[Client]:
         called.append(node)
         return calling(node)
 
-    monkeypatch.setattr(rig.client, "_calling", noted)
+    monkeypatch.setattr(rig.client._calls, "calling", noted)
     stop(rig.nodes[1].pid)
     try:
         assert ONCE_S / 2 < took_s(first) < WAIT_S / 2, "one wait, shorter than its deadline"
@@ -196,7 +196,7 @@ def test_a_slow_call_does_not_make_a_node_silent(rig: SilentNodesRig) -> None:
     """A put that waits for its flag, and so has no answer."""
     with pytest.MonkeyPatch.context() as patch:
         dropped: list[str] = []
-        patch.setattr(rig.client._silent, "_drop", dropped.append)
+        patch.setattr(rig.client._calls.silent, "_drop", dropped.append)
         waiting = [
             block._replace(key=key, threshold=7) for block, key in zip(rig.blocks, rig.new(), strict=True)
         ]
