@@ -253,7 +253,23 @@ class PutPlaces:
                 for number, (at, result) in enumerate(zip(part.places, part.puts.wait(0), strict=True)):
                     if number not in part.moved:
                         each[at].append(result)
+            for at in self._read_by_former():
+                if at in self._reported:
+                    each[at] = [one._replace(landed_ns=0) for one in each[at]]
+                else:
+                    late = DeadlineExceeded("A put to a former owner still reads the block; it continues.")
+                    each[at] = [PutResult(self._keys[at], None, late)]
             return each
+
+    def _read_by_former(self) -> set[int]:
+        """Blocks whose source is read by puts at nodes that need not have them any more."""
+        read = set[int]()
+        for part in self._parts:
+            if not self._counts(part) and not part.puts.has_ended:
+                for number, (at, one) in enumerate(zip(part.places, part.puts.wait(0), strict=True)):
+                    if number not in part.failed and _is_late(one) and not one.landed_ns:
+                        read.add(at)
+        return read
 
     def note_results(self, results: Sequence[PutResult]) -> None:
         """Note the results that the caller gets: it may reuse the sources of blocks that have landed or failed."""
@@ -273,7 +289,9 @@ class PutPlaces:
         for part in self._parts:
             for number, failed in part.puts._failed_puts(part.failed).items():  # noqa: SLF001 - of this package
                 part.failed.add(number)
-                if (waiting := self._again(part, number, failed, now_ns)) is not None:
+                if not self._counts(part):  # present owners have puts of their own
+                    part.moved.add(number)
+                elif (waiting := self._again(part, number, failed, now_ns)) is not None:
                     part.moved.add(number)
                     self._waiting.setdefault(part.places[number], []).append(waiting)
         self._parts = [part for part in self._parts if len(part.moved) < len(part.places)]
@@ -306,6 +324,10 @@ class PutPlaces:
 
     def _can_succeed(self, at: int) -> bool:
         """Whether this block may still have enough copies."""
+        if self._roles is not None:  # owners that have no put of it yet get one
+            return not self._failed.get(at) and all(
+                number not in part.failed for part, number in self._here(at)
+            )
         good = sum(number not in part.failed for part, number in self._here(at))
         return good + len(self._waiting[at]) >= self._copies
 
@@ -367,7 +389,7 @@ class PutPlaces:
                 number
                 for number, at in enumerate(part.places)
                 if number not in part.leaving
-                and at not in self._reported
+                and (at not in self._reported or self._roles is not None)
                 and not (self._counts(part) and part.node in self._owners(ahead, now, at))
             ]
             if numbers:
