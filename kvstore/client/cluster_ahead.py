@@ -31,12 +31,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.client.blocks import PutResult
+from kvstore.client.put_results import is_late, may_read, reusable
 from kvstore.clock import SystemClock
 from kvstore.errors import DeadlineExceeded, FabricError, KvError, NodeUnavailable, Overloaded, UsageError
 from kvstore.limits import CLUSTER_AHEAD_AGAIN_MS, CLUSTER_AHEAD_LOOK_MS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from kvstore.client.puts import FailedPut
     from kvstore.cluster.map import Map
@@ -65,6 +66,8 @@ class _Armed(Protocol):
     def cancel(self) -> int: ...
 
     def abandon(self) -> None: ...
+
+    def _abandon(self, numbers: Collection[int]) -> None: ...
 
     def _withdraw(self, numbers: Iterable[int]) -> None: ...
 
@@ -229,9 +232,7 @@ class PutPlaces:
             if self._waiting:
                 each = self.each()
                 for at in list(self._waiting):
-                    there = [
-                        one for one in each[at] if one.error is None or (_is_late(one) and one.landed_ns)
-                    ]
+                    there = [one for one in each[at] if one.error is None or (is_late(one) and one.landed_ns)]
                     if len(there) >= self._copies:
                         self._drop(at)
             if have and not self._waiting:
@@ -263,22 +264,49 @@ class PutPlaces:
 
     def _read_by_former(self) -> set[int]:
         """Blocks whose source is read by puts at nodes that need not have them any more."""
-        read = set[int]()
-        for part in self._parts:
-            if not self._counts(part) and not part.puts.has_ended:
-                for number, (at, one) in enumerate(zip(part.places, part.puts.wait(0), strict=True)):
-                    if number not in part.failed and _is_late(one) and not one.landed_ns:
-                        read.add(at)
-        return read
+        if self._roles is None:
+            return set()
+        unlanded = self._unlanded(range(len(self._keys)))
+        return {part.places[at] for part, numbers in unlanded if not self._counts(part) for at in numbers}
 
     def note_results(self, results: Sequence[PutResult]) -> None:
         """Note the results that the caller gets: it may reuse the sources of blocks that have landed or failed."""
         with self.lock:
-            if self._ahead is not None:
-                for at, result in enumerate(results):
-                    if result.landed_ns or not _is_late(result):
-                        self._reported.add(at)
-                        self._drop(at)
+            for at in reusable(results) if self._ahead is not None else ():
+                self._reported.add(at)
+                self._drop(at)
+
+    def still_read(self, results: Sequence[PutResult]) -> set[int]:
+        """Blocks whose sources the caller may reuse by these results, but which a put to another owner still reads."""
+        with self.lock:
+            wanted = reusable(results)
+            arming = {at for at in wanted if any(one.is_arming for one in self._waiting.get(at, ()))}
+            return arming.union(part.places[n] for part, some in self._unlanded(wanted) for n in some)
+
+    def release(self, read: Collection[int]) -> None:
+        """End the puts that still read these blocks. One that is being armed just now continues."""
+        with self.lock:
+            unlanded = list(self._unlanded(read))
+            self._reported.update(read)
+            for at in read:
+                self._drop(at)
+        for part, numbers in unlanded:
+            part.puts._abandon(numbers)  # noqa: SLF001 - of this package
+
+    def _unlanded(self, blocks: Collection[int]) -> Iterator[tuple[_Part, list[int]]]:
+        """The numbers of these blocks' puts that may still read their sources, by part."""
+        for part in self._parts:
+            if part.puts.has_ended:
+                continue
+            failed = part.failed | part.puts._failed_puts(part.failed).keys()  # noqa: SLF001 - of this package
+            results = enumerate(zip(part.places, part.puts.wait(0), strict=True))
+            late = [
+                number
+                for number, (at, one) in results
+                if at in blocks and number not in failed and may_read(one)
+            ]
+            if late:
+                yield part, late
 
     def _look(self, ahead: Ahead | None = None) -> None:
         """Find the puts that have failed and may be armed again, and end those that waited for too long."""
@@ -563,8 +591,3 @@ class ArmedAhead:
             log.warning("Puts that wait for their flag can't follow the cluster's map: %s", error)
             places.stop(error)
             return False
-
-
-def _is_late(result: PutResult) -> bool:
-    """Whether a put continues, or has ended by its deadline, after which nothing is armed."""
-    return isinstance(result.error, DeadlineExceeded)

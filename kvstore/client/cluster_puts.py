@@ -30,6 +30,7 @@ __all__ = ["ClusterPin", "ClusterPuts", "merged", "now_s", "seconds_until", "str
 
 _CLOCK = SystemClock()
 _LOOK_S = CLUSTER_PUTS_SLICE_MS / 1000
+_LAST_COPY_S = CLUSTER_LAST_COPY_MS / 1000
 
 
 @made_by("`ClusterClient.arm`")
@@ -52,6 +53,8 @@ class ClusterPuts:
         """`again` has puts that have ended follow their owners."""
         self._keys, self._places, self._silent, self._again = keys, places, silent, again
         self._confirmed: list[PutResult] | None = None  # of a user's blocks: that all owners have them
+        # When a block was first seen to have its result while the put of another copy still read it.
+        self._read_since_s: dict[int, float] = {}
 
     @property
     def has_ended(self) -> bool:
@@ -61,7 +64,8 @@ class ClusterPuts:
     def wait(self, timeout_s: float) -> list[PutResult]:
         """As `ArmedPuts.wait`: one result for each block, for all its owners.
 
-        Once each block has enough copies, it waits a moment longer for the other puts, which then continue.
+        Once each block has enough copies, it waits a moment longer for the other puts, and then ends them: after a
+        block's result nothing reads its source.
 
         >>> [result.error for result in puts.wait(timeout_s=10)]
         [None]
@@ -71,6 +75,8 @@ class ClusterPuts:
             self._wait(end_s)
             with self._places.lock:
                 names, results = self._places.names, self._now()
+                for at in self._places.still_read(results):
+                    results[at] = _still_read(results[at])
                 if self._places.roles is None:
                     self._places.note_results(results)
                     return results
@@ -108,7 +114,15 @@ class ClusterPuts:
         is_enough = False
         with ExitStack() as watched:
             watches: set[str] = set()
-            while not self._places.has_ended and seconds_until(until_s):
+            while not self._places.has_ended:
+                with self._places.lock:
+                    results = self._now()
+                if not is_enough and all(one.error is None for one in results):
+                    is_enough = True
+                    until_s = min(until_s, now_s() + _LAST_COPY_S)
+                self._release(results)
+                if not seconds_until(until_s):
+                    return
                 pending = self._places.open_parts()
                 if watches != pending.keys():
                     watches = set(pending)
@@ -118,9 +132,16 @@ class ClusterPuts:
                     puts.wait(min(seconds_until(until_s), _LOOK_S))
                 if not pending:
                     self._places.wait_for_owners(min(seconds_until(until_s), _LOOK_S))
-                if not is_enough and all(one.error is None for one in self._now()):
-                    is_enough = True
-                    until_s = min(until_s, now_s() + CLUSTER_LAST_COPY_MS / 1000)
+
+    def _release(self, results: Sequence[PutResult]) -> None:
+        """End the puts that still read blocks which have had their results for a while.
+
+        The caller may overwrite a block after its result, and a slow owner must not get the new bytes under its key.
+        """
+        now, since_s = now_s(), self._read_since_s
+        self._read_since_s = {at: since_s.get(at, now) for at in self._places.still_read(results)}
+        if over := {at for at, since in self._read_since_s.items() if now >= since + _LAST_COPY_S}:
+            self._places.release(over)
 
     def _now(self) -> list[PutResult]:
         each = self._places.each()
@@ -196,6 +217,12 @@ def seconds_until(until_s: float) -> float:
 def stream_broke(node: str) -> NodeUnavailable:
     """The error of blocks whose stream ended before them."""
     return NodeUnavailable(f"The stream to {node} broke before this block.")
+
+
+def _still_read(result: PutResult) -> PutResult:
+    """The result of a put for which there is enough, while a put to another owner reads its source."""
+    late = DeadlineExceeded("A put to another owner of the block still reads it; it continues.")
+    return PutResult(result.key, None, late)
 
 
 def _unconfirmed(result: PutResult) -> PutResult:

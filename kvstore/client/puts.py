@@ -388,23 +388,26 @@ class ArmedPuts:
         >>> [type(result.error).__name__ for result in unsent.wait(timeout_s=10)]
         ['FabricError']
         """
+        self._abandon(range(len(self._blocks)))
+
+    def _abandon(self, numbers: Collection[int]) -> None:
+        """As `abandon`, of some of the puts."""
         settled = threading.Event()
 
+        def reading() -> list[int]:
+            rows = list(self._group.rows())
+            return [self._tag + 2 * i for i in numbers if not rows[i].over and not rows[i].landed_ns]
+
         def lose_unless_landed() -> None:
-            if not self._group.wait_landed(0):
+            if reading():
                 self._client.lose(self._link, DeadlineExceeded("A block was sent and did not land in time."))
             self._end_if_over()
             settled.set()
 
         with self._client.lock:
-            reading = [
-                self._tag + 2 * i
-                for i, row in enumerate(self._group.rows())
-                if not row.over and not row.landed_ns
-            ]
-            if not reading:
+            if not (unlanded := reading()):
                 return
-            are_unsent = self._client.fabric.cancel(reading) == len(reading)
+            are_unsent = self._client.fabric.cancel(unlanded) == len(unlanded)
             # Some may have failed or landed without the event having been handled yet: no reason to lose the link.
             self._client.settle(settled.set if are_unsent else lose_unless_landed)
         if not settled.wait(self._client.reach.call_timeout_s) and not are_unsent:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, cast
@@ -56,7 +58,8 @@ class ArmedCluster:
 
     def client(self, replicas: int = 1, **more: object) -> ClusterClient:
         targets = [node.target for node in self.nodes]
-        client = ClusterClient(targets, replicas=replicas, slots=16, block_bytes_max=1 << 20, **more)  # type: ignore[arg-type]
+        more = {"slots": 16, "block_bytes_max": 1 << 20, **more}
+        client = ClusterClient(targets, replicas=replicas, **more)  # type: ignore[arg-type]
         return self._stack.enter_context(client)
 
     def memory(self, client: ClusterClient) -> RegisteredMemory:
@@ -215,6 +218,30 @@ def test_with_acks_any_no_put_waits_for_the_other_owner(world: ArmedCluster) -> 
         world.nodes[0].start()
     time.sleep(0.7)
     assert not world.there(client, world.nodes[0])
+
+
+@pytest.mark.parametrize("transport", ["fabric", "grpc"])
+def test_with_acks_any_a_late_owner_never_gets_what_the_source_holds_after_the_result(
+    world: ArmedCluster, transport: str
+) -> None:
+    """Most puts to the node that is stopped wait for a slot when their blocks have their results."""
+    client = world.client(2, acks="any", slots=4, transport=transport)
+    puts, source = world.armed(client), bytes(world.source)
+    late = world.nodes[0]
+    os.kill(late.pid, signal.SIGSTOP)
+    try:
+        world.flag.store(1)
+        results = puts.wait(0)
+        while all(one.error is not None for one in results):
+            results = puts.wait(0.01)
+            assert not puts._places.still_read(results)
+        assert {one.error for one in puts.wait(WAIT_S)} == {None}
+        world.source[:] = secrets.token_bytes(len(source))
+    finally:
+        os.kill(late.pid, signal.SIGCONT)
+    wait_until(lambda: puts.has_ended, "nothing is put later")
+    world.source[:] = source
+    assert all(world.there(client, node) <= world.owned(client, node) for node in world.nodes)
 
 
 # --- on a real etcd

@@ -92,6 +92,11 @@ class Batch:
         self.cancel()
         self.lose(DeadlineExceeded("A block was sent and did not land in time."), but_landed=True)
 
+    def _abandon(self, numbers: Collection[int]) -> None:
+        for row in (self.rows[number] for number in numbers):
+            if not row.over and not row.landed:
+                row.error, row.was_withdrawn = FabricError("The put was cancelled."), not row.fired
+
     def lose(self, error: KvError, *, but_landed: bool = False) -> None:
         for row in self.rows:
             if not row.over and not (but_landed and row.landed):
@@ -168,7 +173,7 @@ class PutHistory:
 
     def fire(self, row: Row) -> None:
         if not row.over and self.flag >= row.threshold:
-            assert row.at not in self.free or row.fired or self.replicas > self.copies
+            assert row.at not in self.free or row.fired
             row.fired = True
 
     def step(self, batch: Batch) -> None:
@@ -179,6 +184,7 @@ class PutHistory:
         if not row.fired:
             self.fire(row)
         elif not row.landed:
+            assert row.at not in self.free, "it reads what the caller may have overwritten"
             row.landed = True
         elif self.rng.random() < 0.02:
             row.error = KeyTaken("Another block is stored under this key.")
@@ -225,6 +231,13 @@ class Caller:
     def is_told(self) -> None:
         had_ended = self.places.has_ended
         results = self.results()
+        read = self.places.still_read(results)
+        if read and self.world.rng.random() < 0.5:  # they have been for a while
+            self.places.release(read)
+            results = self.results()
+            assert not self.places.still_read(results)
+        for at in self.places.still_read(results):
+            results[at] = PutResult(KEYS[at], None, LATE)
         self.places.note_results(results)
         for at, result in enumerate(results):
             if result.error is None:
@@ -460,6 +473,30 @@ def test_no_put_is_reported_as_ended_while_it_is_being_armed(world: PutHistory) 
     assert is_under_way(world, places)
     follows.join()
     assert places.has_ended
+
+
+def test_a_block_with_enough_copies_is_read_while_another_put_of_it_is_being_armed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = PutHistory(random.Random(1), 2, 1)
+    monkeypatch.setattr(cluster_ahead, "_CLOCK", _clock(world))
+    places = begun(world)
+    world.set_members(set(NODES[1:]))
+    world.is_slow = True
+    follows = threading.Thread(target=places.follow, args=(world.map,))
+    follows.start()
+    assert world.has_begun.wait(10)
+    land(world, *NODES)
+    for batch in world.live():
+        for row in batch.rows:
+            row.done = True
+    armed = {at for at, some in places._waiting.items() if any(one.is_arming for one in some)}
+    results = Caller(world, places).results()
+    assert armed
+    assert {one.error for one in results} == {None}
+    assert places.still_read(results) == armed
+    world.goes_on.set()
+    follows.join()
 
 
 def _clock(world: PutHistory) -> object:
