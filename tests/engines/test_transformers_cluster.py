@@ -57,3 +57,24 @@ def test_conversations_go_on_at_their_users_homes_while_a_node_is_drained(
             back = store.session(user, "chat").resume(tokens)
             assert back.miss is None
             assert _same(back.cache, live)
+
+
+def test_a_conversation_goes_on_if_its_home_is_lost_as_soon_as_it_is_saved(tmp_path: Path) -> None:
+    model, tokens = _model("full"), _tokens(100)
+    live = DynamicCache(config=model.config)
+    _run(model, tokens[:, :70], live)
+    with ExitStack() as stack:
+        world = RealCluster(tmp_path, stack, 3)
+        reach = [node.target for node in world.nodes]
+        store = stack.enter_context(CacheStore(reach, model, block_tokens=16))
+        chat = store.session(USERS[0], "chat")
+        wait_until(
+            lambda: chat.save(live, tokens).error is None, "it is saved once its home orders sessions", WAIT_S
+        )
+        target = world.client.nodes.home(USERS[0])
+        home = next(node for node in world.nodes if node.target == target)
+        home.kill()
+        wait_until(
+            lambda: store.session(USERS[0], "chat").resume(tokens).tokens == 70, "it continues", WAIT_S
+        )
+        assert _same(store.session(USERS[0], "chat").resume(tokens).cache, live)

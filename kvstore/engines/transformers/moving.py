@@ -1,6 +1,7 @@
 """Moves blocks between this process's memory and a node, in a cluster the home of their user.
 
-If a device fills the memory, puts are armed on its flag beforehand, and leave as its copies are done.
+In a cluster puts go to all nodes that must have the user's blocks, and gets to their home. If a device fills the
+memory, puts are armed on its flag beforehand, and leave as its copies are done.
 
 What always holds: when a put has returned, its blocks survive a crash of the node or it returned the error, and nothing
 reads the memory any more; after a get, all blocks before the first miss are in memory, byte for byte. One thread uses
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvstore.client import Block, Client, Hit, RegisteredMemory
+from kvstore.client import Block, Client, ClusterBlock, Hit, RegisteredMemory
 from kvstore.limits import BATCH_BLOCKS_MAX, ENGINE_MOVE_MS, ENGINE_MOVING_BYTES
 from nic_offload.memory import allocate
 
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Iterator, Sequence
 
-    from kvstore.client import Nodes
+    from kvstore.client import ArmedPuts, ClusterPuts, Nodes
     from kvstore.engines.transformers.device_copies import DeviceCopies
     from kvstore.engines.transformers.token_blocks import Piece
     from kvstore.miss import Miss
     from nic_offload.fabric import Region
+    from nic_offload.flags import FlagWord
 
 __all__ = ["Mover", "batches"]
 
@@ -88,15 +90,14 @@ class Mover:
     def _put(
         self, user: str, some: Sequence[Piece], copies: DeviceCopies | None, queue: Callable[[], None]
     ) -> None:
-        client = self.client_of(user)
-        region = self.region_at(client)
         word, threshold = (None, 1) if copies is None else (copies.flag.word, copies.flag.last + 1)
-        at, blocks = 0, []
+        at = 0
+        places: list[tuple[Piece, int]] = []
         for piece in some:
-            blocks.append(Block(piece.key, region, at, piece.length, threshold, domain=piece.domain))
+            places.append((piece, at))
             at += piece.length
-        for first in range(0, len(blocks), self._slots):
-            puts = client.arm(blocks[first : first + self._slots], word)
+        for first in range(0, len(places), self._slots):
+            puts = self._arm(user, places[first : first + self._slots], word, threshold)
             try:
                 if not first:
                     queue()
@@ -106,6 +107,25 @@ class Mover:
             for result in results:
                 if result.error is not None and not result.has_block:
                     raise result.error
+
+    def _arm(
+        self, user: str, places: Sequence[tuple[Piece, int]], word: FlagWord | None, threshold: int
+    ) -> ArmedPuts | ClusterPuts:
+        """Arm puts of these pieces of the memory: in a cluster to all nodes that must have the user's blocks."""
+        if isinstance(self.client, Client):
+            region = self.region_at(self.client)
+            blocks = [
+                Block(piece.key, region, at, piece.length, threshold, domain=piece.domain)
+                for piece, at in places
+            ]
+            return self.client.arm(blocks, word)
+        assert isinstance(self.region, RegisteredMemory)
+        memory = self.region
+        everywhere = [
+            ClusterBlock(piece.key, memory, at, piece.length, threshold, domain=piece.domain)
+            for piece, at in places
+        ]
+        return self.client.arm(user, everywhere, word)
 
     def get(self, user: str, some: Sequence[Piece]) -> tuple[int, Miss | None]:
         """Get blocks into the memory, contiguously; returns how many arrived, and why the next did not."""
