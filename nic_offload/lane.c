@@ -25,8 +25,8 @@
 #include <errno.h>
 #include <string.h>
 
-#define REPORT_COUNT 256u	     /* records are reported to the application when there are so many, */
-#define REPORT_NS 10000000u     /* or after this time: no caller waits for the report */
+#define REPORT_COUNT 1024u	     /* records are reported to the application when there are so many, */
+#define REPORT_NS 30000000u     /* or after this time: no caller waits for the report */
 #define MADE_A_ROUND (1u << 20) /* small, to stay in the cache, and so that the network doesn't wait */
 
 static const uint8_t no_domain[TK_DOMAIN_BYTES];

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["NO_GROUND", "Ground", "Lane", "LaneState", "Lanes", "RecordFormat", "Written", "written_in"]
 
 _WRITTEN = struct.Struct(f"{CAME.format}5Qi3I")
-_TAKEN_MAX = 256
+_TAKEN_MAX = 1024
 _STATE = struct.Struct("=" + 3 * "QQII" + "III4x")
 assert _STATE.size == ffi.sizeof("struct tk_lane_state")
 assert _WRITTEN.size == ffi.sizeof("struct tk_written")

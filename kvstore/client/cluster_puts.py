@@ -111,6 +111,7 @@ class ClusterPuts:
 
     def _wait(self, until_s: float) -> None:
         """Wait until the puts have ended, or enough of them."""
+        enough_s = until_s  # when those that are not needed are ended
         is_enough = False
         with ExitStack() as watched:
             watches: set[str] = set()
@@ -118,10 +119,11 @@ class ClusterPuts:
                 with self._places.lock:
                     results = self._now()
                 if not is_enough and all(one.error is None for one in results):
-                    is_enough = True
-                    until_s = min(until_s, now_s() + _LAST_COPY_S)
-                self._release(results)
-                if not seconds_until(until_s):
+                    is_enough, enough_s = True, now_s() + _LAST_COPY_S
+                has_waited = is_enough and not seconds_until(enough_s)
+                self._release(results, at_once=has_waited)
+                left_s = seconds_until(min(until_s, enough_s))
+                if has_waited or not seconds_until(until_s):
                     return
                 pending = self._places.open_parts()
                 if watches != pending.keys():
@@ -129,18 +131,19 @@ class ClusterPuts:
                     watched.close()
                     watched.enter_context(self._silent.waiting(list(pending)))
                 for puts in chain.from_iterable(pending.values()):
-                    puts.wait(min(seconds_until(until_s), _LOOK_S))
+                    puts.wait(min(left_s, _LOOK_S))
                 if not pending:
-                    self._places.wait_for_owners(min(seconds_until(until_s), _LOOK_S))
+                    self._places.wait_for_owners(min(left_s, _LOOK_S))
 
-    def _release(self, results: Sequence[PutResult]) -> None:
-        """End the puts that still read blocks which have had their results for a while.
+    def _release(self, results: Sequence[PutResult], *, at_once: bool) -> None:
+        """End the puts that still read blocks which have had their results for a while, or all such puts.
 
         The caller may overwrite a block after its result, and a slow owner must not get the new bytes under its key.
         """
         now, since_s = now_s(), self._read_since_s
         self._read_since_s = {at: since_s.get(at, now) for at in self._places.still_read(results)}
-        if over := {at for at, since in self._read_since_s.items() if now >= since + _LAST_COPY_S}:
+        over = {at for at, since in self._read_since_s.items() if at_once or now >= since + _LAST_COPY_S}
+        if over:
             self._places.release(over)
 
     def _now(self) -> list[PutResult]:

@@ -87,7 +87,7 @@ class Granted:
         self._node = node
         self._slots = Places(GRANTED_BYTES_MAX, tenants_known)  # bytes
         self._memory = node.hot
-        self._rooms = PutRooms(node.hot)
+        self._rooms = PutRooms(node.hot, node.clock)
         self._areas: dict[int, PutArea] = {}  # by number of the connection
         self._landed: dict[Name, Landed] = {}
         self._by_tag: dict[int, Landed] = {}  # blocks passed to the store

@@ -98,6 +98,7 @@ class PutArea:
         self.rooms: set[Piece] = set()
         self.unheard: list[Landed] = []  # not passed to the store yet
         self.target = ROOMS_MIN  # rooms that it should have
+        self.fed_ns = 0  # when it last got some
         self.least_pages = 0  # of a room that was granted since all were last withdrawn
         self.idle_ticks = 0
         self.is_limited = False  # lanes accept only as many pages as were granted: these,
