@@ -116,24 +116,24 @@ class ClusterPuts:
         with ExitStack() as watched:
             watches: set[str] = set()
             while not self._places.has_ended:
-                with self._places.lock:
-                    results = self._now()
-                if not is_enough and all(one.error is None for one in results):
-                    is_enough, enough_s = True, now_s() + _LAST_COPY_S
-                has_waited = is_enough and not seconds_until(enough_s)
-                self._release(results, at_once=has_waited)
-                left_s = seconds_until(min(until_s, enough_s))
-                if has_waited or not seconds_until(until_s):
-                    return
+                ends_s = min(until_s, enough_s)
                 pending = self._places.open_parts()
                 if watches != pending.keys():
                     watches = set(pending)
                     watched.close()
                     watched.enter_context(self._silent.waiting(list(pending)))
                 for puts in chain.from_iterable(pending.values()):
-                    puts.wait(min(left_s, _LOOK_S))
+                    puts.wait(min(seconds_until(ends_s), _LOOK_S))
                 if not pending:
-                    self._places.wait_for_owners(min(left_s, _LOOK_S))
+                    self._places.wait_for_owners(min(seconds_until(ends_s), _LOOK_S))
+                with self._places.lock:
+                    results = self._now()
+                if not is_enough and all(one.error is None for one in results):
+                    is_enough, enough_s = True, now_s() + _LAST_COPY_S
+                has_waited = is_enough and not seconds_until(enough_s)
+                self._release(results, at_once=has_waited)
+                if has_waited or not seconds_until(until_s):
+                    return
 
     def _release(self, results: Sequence[PutResult], *, at_once: bool) -> None:
         """End the puts that still read blocks which have had their results for a while, or all such puts.
