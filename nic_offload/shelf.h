@@ -8,7 +8,7 @@
 #include "fabric.h"
 #include "names.h"
 
-/* Of a batch of the application's, the rows for which the lock is held at once: the progress thread waits for no more. */
+/* Rows for which unlist, rename, stored and place hold the lock at once: the progress thread waits for no more. */
 #define SHELF_HELD_FOR 32u
 
 static inline size_t shelf_rows_at_once(size_t left)

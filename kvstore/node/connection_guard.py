@@ -145,8 +145,8 @@ class ConnectionGuard:
         self._repeating: deque[str] = deque(maxlen=GUARD_REPEATS_KEPT_MAX)  # peers, since the last check
         self._repeated: dict[str, list[int]] = {}  # by peer: when its calls could not wait their turn
         self._barred: dict[str, int] = {}  # until when
-        # Connections and segments received by the machine, as last read.
         self._counters = TcpCounters()
+        # Connections and segments received by the machine, as last read.
         self._counts: tuple[int, int] | None = None
         # By socket: when it was first seen to have sent much without an admitted call.
         self._large_since: dict[str, int] = {}

@@ -72,9 +72,8 @@ class _Lot:
 
     def __init__(self, term: Term) -> None:
         self.lock = asyncio.Lock()  # held while a session of it changes, and until the standby has that
-        self.users: OrderedDict[tuple[str, str], _User] = (
-            OrderedDict()
-        )  # who have used sessions in it, or its standby
+        # Who have used sessions in it, or asked for its standby; the last ones last.
+        self.users: OrderedDict[tuple[str, str], _User] = OrderedDict()
         self.begin(term, 0)
 
     def begin(self, term: Term, lease: int) -> None:

@@ -133,10 +133,8 @@ int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t coun
 	if (b->taken[count - 1] >= head.slots)
 		head.slots = (uint64_t)b->taken[count - 1] + 1;
 	while (done < count && error == 0) {
-		uint64_t ahead = count - done < KEEP_WARMED_AT_ONCE ? count - done : KEEP_WARMED_AT_ONCE;
-
 		if (done % KEEP_WARMED_AT_ONCE == 0)
-			keep_blocks_warm(b, &rows[done], ahead, hashes);
+			keep_blocks_warm(b, &rows[done], keep_warmed_at_once(count - done), hashes);
 		error = put_one(b, &rows[done], hashes[done % KEEP_WARMED_AT_ONCE], done, &head);
 		done += error == 0;
 	}

@@ -217,11 +217,10 @@ static int load_rows(keep_blocks *b, struct keep_block *rows, int is_writable)
 		if (count < 0)
 			return (int)count;
 		for (int64_t i = 0; i < count; i++) {
-			uint64_t ahead = count - i < KEEP_WARMED_AT_ONCE ? (uint64_t)(count - i) : KEEP_WARMED_AT_ONCE;
 			int error;
 
 			if (i % KEEP_WARMED_AT_ONCE == 0)
-				keep_blocks_warm(b, &rows[i], ahead, hashes);
+				keep_blocks_warm(b, &rows[i], keep_warmed_at_once((uint64_t)(count - i)), hashes);
 			error = load_one(b, (uint32_t)(first + i), &rows[i], hashes[i % KEEP_WARMED_AT_ONCE], is_writable, &sum);
 			if (error < 0)
 				return error;

@@ -20,7 +20,6 @@
  */
 #include "inside.h"
 
-
 keep_core *keep_core_new(keep_policy *policy, int knows_names, const struct keep_limits *limits)
 {
 	keep_core *c = calloc(1, sizeof *c);
@@ -118,7 +117,7 @@ int keep_core_restore(keep_core *c, const uint64_t *generations, const uint64_t 
 	keep_map_expect(&c->by_start, count);
 	for (uint32_t row = 0; row < count; row++) {
 		if (row % KEEP_WARMED_AT_ONCE == 0) {
-			uint64_t ahead = count - row < KEEP_WARMED_AT_ONCE ? count - row : KEEP_WARMED_AT_ONCE;
+			uint64_t ahead = keep_warmed_at_once(count - row);
 
 			keep_map_warm(&c->by_generation, &generations[row], sizeof *generations, ahead);
 			keep_map_warm(&c->by_start, &starts[row], sizeof *starts, ahead);

@@ -160,12 +160,11 @@ void keep_hot_keep(keep_hot *h, const uint32_t *pieces, const uint64_t *generati
 
 	keep_assert(owner < h->owners);
 	for (uint64_t i = 0; i < count; i++) {
-		uint64_t ahead = count - i < KEEP_WARMED_AT_ONCE ? count - i : KEEP_WARMED_AT_ONCE;
 		struct keep_piece *piece = keep_hot_piece(h, pieces[i]);
 		uint32_t same = keep_map_find(&h->by_generation, generations[i]);
 
 		if (names != NULL && i % KEEP_WARMED_AT_ONCE == 0)
-			keep_hot_warm_names(h, names + i * KEEP_HOT_NAME_BYTES, ahead, hashes);
+			keep_hot_warm_names(h, names + i * KEEP_HOT_NAME_BYTES, keep_warmed_at_once(count - i), hashes);
 		if (same != KEEP_NO_ID)
 			protect(h, same); /* two requests read it before either could find it here */
 		if (same != KEEP_NO_ID || piece->generation > 0 || piece->known_as > 0)

@@ -73,11 +73,10 @@ void keep_hot_replace(keep_hot *h, const uint8_t *names, const uint64_t *generat
 	uint64_t hashes[KEEP_WARMED_AT_ONCE];
 
 	for (uint64_t i = 0; i < count; i++) {
-		uint64_t ahead = count - i < KEEP_WARMED_AT_ONCE ? count - i : KEEP_WARMED_AT_ONCE;
 		uint32_t id;
 
 		if (i % KEEP_WARMED_AT_ONCE == 0)
-			keep_hot_warm_names(h, names + i * KEEP_HOT_NAME_BYTES, ahead, hashes);
+			keep_hot_warm_names(h, names + i * KEEP_HOT_NAME_BYTES, keep_warmed_at_once(count - i), hashes);
 		id = keep_map_find(&h->by_name, hashes[i % KEEP_WARMED_AT_ONCE]);
 		if (id != KEEP_NO_ID && h->pieces[id].generation != generations[i])
 			keep_hot_forget(h, id, uses);

@@ -65,6 +65,11 @@ void keep_runs_remove(struct keep_runs *runs, struct keep_place place);
 
 enum { KEEP_WARMED_AT_ONCE = 32 }; /* of a batch, prefetched into the cache together */
 
+static inline uint64_t keep_warmed_at_once(uint64_t left)
+{
+	return left < KEEP_WARMED_AT_ONCE ? left : KEEP_WARMED_AT_ONCE;
+}
+
 /* Ids by the 64-bit key that each has in its owner's table. */
 struct keep_map {
 	const char *keys; /* of id 0; the owner sets it again when its table has moved */
