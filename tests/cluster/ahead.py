@@ -13,16 +13,16 @@ from __future__ import annotations
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+
+import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from concurrent.futures import Future
     from pathlib import Path
 
-    import pytest
-
-__all__ = ["Ahead"]
+__all__ = ["Ahead", "made_ahead"]
 
 
 T = TypeVar("T")
@@ -75,3 +75,14 @@ class Ahead(Generic[T]):
         if self._next is not None:
             self._next.result()[1].close()
         self._thread.shutdown()
+
+
+def made_ahead(fixture: str, make: Callable[[Path, ExitStack], T]) -> Any:
+    """A module's fixture that has one for each of its tests which ask for `fixture`."""
+
+    @pytest.fixture(scope="module")
+    def ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead[T]]:
+        with Ahead(request, tmp_path_factory, fixture, make) as made:
+            yield made
+
+    return ahead

@@ -26,6 +26,7 @@ from kvstore.errors import DeadlineExceeded, FabricError, KeyTaken, KvError, Nod
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from kvstore.client.cluster_ahead import Roles
     from nic_offload.flags import FlagWord
 
 NODES = [f"node{number}:1" for number in range(4)]
@@ -274,6 +275,11 @@ def begun(world: PutHistory) -> PutPlaces:
     for at in range(len(KEYS)):
         for node in world.owners(world.map, at):
             parts[node].append(at)
+    return placed(world, parts)
+
+
+def placed(world: PutHistory, parts: Mapping[str, list[int]], roles: Roles | None = None) -> PutPlaces:
+    """The places of puts that are armed at these nodes."""
     answers = world.arm(parts, False)
     ahead = Ahead(
         cast("FlagWord", world),
@@ -282,6 +288,7 @@ def begun(world: PutHistory) -> PutPlaces:
         world.owners,
         world.arm,
         lambda _: None,
+        roles,
     )
     return PutPlaces(KEYS, [(node, some, answers[node]) for node, some in parts.items()], world.copies, ahead)
 
@@ -457,9 +464,8 @@ def is_under_way(world: PutHistory, places: PutPlaces) -> bool:
     return are and not is_told
 
 
-@pytest.mark.parametrize("world", [1, 2], indirect=True)
-def test_no_put_is_reported_as_ended_while_it_is_being_armed(world: PutHistory) -> None:
-    """Otherwise it could be sent after the caller has overwritten its source."""
+def being_armed(world: PutHistory) -> tuple[PutPlaces, threading.Thread]:
+    """Puts that have all been stored, but those that a thread arms at new owners until `goes_on`."""
     places = begun(world)
     world.set_members(set(NODES[1:]))
     world.is_slow = True
@@ -470,6 +476,13 @@ def test_no_put_is_reported_as_ended_while_it_is_being_armed(world: PutHistory) 
     for batch in world.live():
         for row in batch.rows:
             row.done = True
+    return places, follows
+
+
+@pytest.mark.parametrize("world", [1, 2], indirect=True)
+def test_no_put_is_reported_as_ended_while_it_is_being_armed(world: PutHistory) -> None:
+    """Otherwise it could be sent after the caller has overwritten its source."""
+    places, follows = being_armed(world)
     assert is_under_way(world, places)
     follows.join()
     assert places.has_ended
@@ -480,16 +493,7 @@ def test_a_block_with_enough_copies_is_read_while_another_put_of_it_is_being_arm
 ) -> None:
     world = PutHistory(random.Random(1), 2, 1)
     monkeypatch.setattr(cluster_ahead, "_CLOCK", _clock(world))
-    places = begun(world)
-    world.set_members(set(NODES[1:]))
-    world.is_slow = True
-    follows = threading.Thread(target=places.follow, args=(world.map,))
-    follows.start()
-    assert world.has_begun.wait(10)
-    land(world, *NODES)
-    for batch in world.live():
-        for row in batch.rows:
-            row.done = True
+    places, follows = being_armed(world)
     armed = {at for at, some in places._waiting.items() if any(one.is_arming for one in some)}
     results = Caller(world, places).results()
     assert armed

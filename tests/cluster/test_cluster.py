@@ -22,7 +22,7 @@ from kvstore.engines.stores import open_store
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.wire import cluster_pb2, cluster_pb2_grpc
-from tests.cluster.ahead import Ahead
+from tests.cluster.ahead import made_ahead
 from tests.cluster.real_etcd import RealEtcd
 from tests.commands.here import run_here
 from tests.conftest import small_node
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.demo.node_process import NodeProcess
+    from tests.cluster.ahead import Ahead
 
 WAIT_S = 20.0
 USERS = [f"user {number}" for number in range(60)]
@@ -96,12 +97,7 @@ def key(user: str) -> bytes:
     return block_key(b"cluster", user.encode())
 
 
-@pytest.fixture(scope="module")
-def clusters(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ahead[Cluster]]:
-    with Ahead(request, tmp_path_factory, "cluster", Cluster) as ahead:
-        yield ahead
+clusters = made_ahead("cluster", Cluster)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from kvstore.client.block_calls import Stored
 from kvstore.errors import KvError, NoSession
 from kvstore.names import block_key
 from kvstore.node.upkeep_service import Waited
-from tests.cluster.ahead import Ahead
+from tests.cluster.ahead import made_ahead
 from tests.cluster.test_sessions import keys as keys_of
 from tests.cluster.test_upkeep import RealCluster, command, data, one_key
 from tests.nic_offload.rig import wait_until
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from kvstore.client import Nodes
     from kvstore.demo.node_process import NodeProcess
+    from tests.cluster.ahead import Ahead
 
 WAIT_S = 60.0
 USERS = [f"user {number}" for number in range(36)]  # some have their home at each of three nodes
@@ -84,12 +85,7 @@ def begun(nodes: int, folder: Path, stack: ExitStack) -> Conversations:
     return chats
 
 
-@pytest.fixture(scope="module")
-def pairs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ahead[Conversations]]:
-    with Ahead(request, tmp_path_factory, "chats", partial(begun, 2)) as ahead:
-        yield ahead
+pairs = made_ahead("chats", partial(begun, 2))
 
 
 @pytest.fixture
@@ -99,12 +95,7 @@ def chats(pairs: Ahead[Conversations]) -> Iterator[Conversations]:
         yield chats
 
 
-@pytest.fixture(scope="module")
-def triples(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ahead[Conversations]]:
-    with Ahead(request, tmp_path_factory, "chats_on_three", partial(begun, 3)) as ahead:
-        yield ahead
+triples = made_ahead("chats_on_three", partial(begun, 3))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from kvstore.clock import SystemClock
 from kvstore.errors import KvError, NodeUnavailable, NoSession, SessionRefused
 from kvstore.miss import MissReason
 from kvstore.names import block_key
-from tests.cluster.ahead import Ahead
+from tests.cluster.ahead import made_ahead
 from tests.cluster.test_cluster import USERS, Cluster, cluster
 from tests.commands.here import run_here
 from tests.conftest import small_node
@@ -28,7 +28,7 @@ from tests.nic_offload.rig import wait_until
 from tests.stopping import stop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import ExitStack
     from pathlib import Path
 
@@ -63,12 +63,7 @@ def ordering(folder: Path, stack: ExitStack) -> Cluster:
     return made
 
 
-@pytest.fixture(scope="module")
-def clusters(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ahead[Cluster]]:
-    with Ahead(request, tmp_path_factory, "cluster", ordering) as ahead:
-        yield ahead
+clusters = made_ahead("cluster", ordering)
 
 
 def wait_for_order(ask: Callable[[], object]) -> None:

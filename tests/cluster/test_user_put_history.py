@@ -9,11 +9,9 @@ import random
 from typing import TYPE_CHECKING, cast
 
 from kvstore.client import cluster_ahead
-from kvstore.client.cluster_ahead import Ahead, PutPlaces
 from kvstore.client.cluster_puts import merged
 from kvstore.errors import KeyTaken, KvError, NodeUnavailable
 from tests.cluster.test_armed_history import (
-    DEADLINE_S,
     KEYS,
     NODES,
     SECOND,
@@ -22,6 +20,7 @@ from tests.cluster.test_armed_history import (
     PutHistory,
     Row,
     end_well,
+    placed,
 )
 from tests.cluster.test_armed_history import _clock as clock_of
 
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     import pytest
 
     from kvstore.client.blocks import PutResult
-    from nic_offload.flags import FlagWord
+    from kvstore.client.cluster_ahead import PutPlaces
 
 
 class UserHistory(PutHistory):
@@ -94,18 +93,7 @@ class UserHistory(PutHistory):
 
 
 def begun(world: UserHistory) -> PutPlaces:
-    parts = {node: list(range(len(KEYS))) for node in world.names}
-    answers = world.arm(parts, False)
-    ahead = Ahead(
-        cast("FlagWord", world),
-        DEADLINE_S * SECOND,
-        lambda _: 1,
-        world.owners,
-        world.arm,
-        lambda _: None,
-        world,
-    )
-    return PutPlaces(KEYS, [(node, parts[node], answers[node]) for node in parts], world.copies, ahead)
+    return placed(world, {node: list(range(len(KEYS))) for node in world.names}, world)
 
 
 class UsersCaller:
