@@ -120,7 +120,7 @@ def test_an_unanswered_call_times_out_and_later_ones_fail_at_once() -> None:
         ):
             with pytest.raises(FabricStuck):
                 call()
-        assert time.monotonic() - began < ANSWER_MS / 1000
+        assert time.monotonic() - began < 2 * ANSWER_MS / 1000, "each of the four would wait for as long"
         go_on()
         wait_until(lambda: _gone(thread), "a thread that was given up ends when it can")
 

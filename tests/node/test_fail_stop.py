@@ -30,7 +30,7 @@ from kvstore.node.lane_blocks import LaneBlocks
 take = LaneBlocks.take
 def buggy(self, drive, rows):
     if self._node.counters.landed:
-        time.sleep(0.5)  # the C core goes on meanwhile
+        time.sleep(2)  # the C core goes on meanwhile
         raise AssertionError("planted")
     return take(self, drive, rows)
 LaneBlocks.take = buggy
