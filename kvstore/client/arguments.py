@@ -156,6 +156,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "FlagWord | Counter": _with(check_how, Durability.WRITTEN),
     "Layout": _layout,
     "Progress": _function(0, 0),
+    "Sequence[Block | ClusterBlock]": _list_of("blocks"),
     "Sequence[Block]": _list_of("blocks"),
     "Sequence[ClusterBlock]": _list_of("blocks"),
     "Sequence[Wanted]": _list_of("blocks"),
@@ -171,6 +172,7 @@ CHECKED: Final = frozenset(_CHECKS)
 _PASS: Final[dict[str, type]] = {
     "Durability": Durability,
     "FlagWord | Counter": FlagWord,
+    "Sequence[Block | ClusterBlock]": list,
     "Sequence[Block]": list,
     "bool": bool,
     "int": int,

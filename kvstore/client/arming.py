@@ -17,6 +17,7 @@ from kvstore.client.blocks import put_into
 from kvstore.client.cluster_ahead import Ahead, ArmedAhead, PutPlaces
 from kvstore.client.cluster_blocks import blocks_of
 from kvstore.client.cluster_puts import ClusterPuts
+from kvstore.client.transfer_watch import current_watch, watched_by
 from kvstore.clock import SystemClock
 from kvstore.limits import CLUSTER_FIRST_TRY_MS
 from kvstore.names import UNSAID
@@ -48,6 +49,7 @@ class Owners(NamedTuple):
     copies: int  # that are wanted of each block
     roles: Roles | None = None  # of a user's blocks: all are on the same nodes, which their home names
     domain: bytes = UNSAID  # of blocks without one whose keys are made for one
+    home: Callable[[], str] | None = None  # of a user's blocks: their session watches the puts there only
 
 
 class PutTerms(NamedTuple):
@@ -86,14 +88,16 @@ class Arming:
             flag: FlagWord | Counter | None = flag,
             lease_ms: int = terms.lease_ms,
         ) -> ArmedPuts:
-            return client.arm(
-                put_into(blocks_of(client, [given[at] for at in some]), owners.domain, of_domains=True),
-                flag,
-                durability=terms.durability,
-                lease_ms=lease_ms,
-                expires_unix_ms=terms.expires_unix_ms,
-                timeout_s=attach_s,
-            )
+            is_watched = owners.home is not None and owners.home() == client.target
+            with watched_by(current_watch() if is_watched else None):
+                return client.arm(
+                    put_into(blocks_of(client, [given[at] for at in some]), owners.domain, of_domains=True),
+                    flag,
+                    durability=terms.durability,
+                    lease_ms=lease_ms,
+                    expires_unix_ms=terms.expires_unix_ms,
+                    timeout_s=attach_s,
+                )
 
         def again(parts: Mapping[str, list[int]], at_once: bool) -> dict[str, ArmedPuts | KvError]:  # noqa: FBT001
             left_ms = max(1, (deadline_ns - _CLOCK.monotonic_ns()) // 1_000_000)

@@ -35,7 +35,7 @@ from kvstore.client.fetcher import Fetcher, Placing
 from kvstore.client.matched import RuleCounts, matched_by
 from kvstore.client.one_node import OneNode
 from kvstore.client.resuming import Manifest, Resumed
-from kvstore.client.sessions import manifest_of, resume_span_of
+from kvstore.client.sessions import Session, manifest_of, resume_span_of
 from kvstore.client.transfer_watch import within
 from kvstore.clock import SystemClock
 from kvstore.errors import Closed, DeadlineExceeded, KvError, NodeUnavailable, Overloaded
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from kvstore.client.matched import Matched
     from kvstore.client.nodes import Nodes
     from kvstore.client.one_node import Homes
-    from kvstore.client.sessions import Session
     from kvstore.client.trace import Notes
     from nic_offload.match_action import Counters, Entry, Request, Table
     from nic_offload.requester_terms import Statistics
@@ -176,7 +175,7 @@ class Arrival(Handle):
 class Arrivals(Handle):
     """Fetches the KV of users whose requests match a rule, and reports when it has arrived.
 
-    >>> from kvstore.client import Arrivals, Nodes
+    >>> from kvstore.client import Arrivals, Block, ClusterBlock, Nodes
     >>> from nic_offload.match_action import Request, Table
     >>> from nic_offload.match_file import parse_rules
     >>> table = Table()
@@ -184,12 +183,14 @@ class Arrivals(Handle):
     >>> nodes = Nodes(["127.0.0.1:7070"], tenant="acme")
     >>> arrivals = Arrivals(nodes, table, tenant="acme")
     >>> chat = arrivals.session("ada", "chat 7")
-    >>> kv = nodes.of("ada").register(memory)
-    >>> _ = chat.arm([Block(key, kv, offset=0, length=4096)]).wait(timeout_s=10)
+    >>> kv = nodes.register(memory)
+    >>> _ = chat.arm([ClusterBlock(key, kv, offset=0, length=4096)]).wait(timeout_s=10)
     >>> _ = chat.append([key], tokens=16)
     >>> addresses = (0, 0, 0, 0, 0)  # of the connection: both addresses, both ports, the protocol
     >>> request = Request("acme", "ada", "chat 7", "my model", *addresses)
-    >>> arrivals.arrived(request, lambda number, key: Block(key, kv, offset=0, length=4096)).whole().is_whole
+    >>> there = kv.at(nodes.of("ada"))
+    >>> place = lambda number, key: Block(key, there, offset=0, length=4096)
+    >>> arrivals.arrived(request, place).whole().is_whole
     True
     """
 
@@ -221,7 +222,7 @@ class Arrivals(Handle):
         with self._lock:
             chat = self._sessions.pop((user, context), None)
             if chat is None:
-                chat = session_calls_of(self._nodes.of(user)).one(user, context, follower=self)
+                chat = Session(lambda: session_calls_of(self._nodes.of(user)), user, context, self)
                 if len(self._sessions) >= SESSIONS_FOLLOWED_MAX:
                     del self._sessions[next(iter(self._sessions))]  # its users keep using it
             self._sessions[user, context] = chat

@@ -25,7 +25,8 @@ from kvstore.client.gets import Ended, survivable
 from kvstore.client.grpc_blocks import InlineCalls
 from kvstore.client.grpc_transport import GrpcTransport
 from kvstore.client.observing import ObservingCalls
-from kvstore.client.sessions import SessionCalls
+from kvstore.client.session_calls import SessionCalls
+from kvstore.client.sessions import Session
 from kvstore.client.step_calls import StepCalls
 from kvstore.client.transfer_watch import current_watch
 from kvstore.durability import Durability
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from kvstore.client.reserved import Reservation
     from kvstore.client.session_export import Progress
     from kvstore.client.session_info import ListedSession
-    from kvstore.client.sessions import Session
     from kvstore.client.step_calls import ReadAhead
     from kvstore.client.transport import Transport
     from kvstore.layout import Layout
@@ -490,7 +490,7 @@ class Client(Handle):
         >>> chat.append([key], tokens=16)  # the session's blocks, now
         1
         """
-        return self._sessions.one(user, name)
+        return Session(lambda: self._sessions, user, name)
 
     def sessions(self, user: str) -> Iterator[ListedSession]:
         """All sessions of a user. Sessions removed or created meanwhile may or may not be included.

@@ -1,8 +1,9 @@
 """Several nodes: finds a user's node.
 
     with Nodes(["10.0.0.5:7070", "10.0.0.6:7070"], token=token) as nodes:
-        client = nodes.of("user 7")
         kv = nodes.register(buffer)
+        nodes.put("user 7", [ClusterBlock(key, kv, offset, length), ...])
+        client = nodes.of("user 7")
         client.get([Block(key, kv.at(client), offset, length), ...])
 
 Everything of a user is on one node, their home, so a session and its blocks are together; users are spread over the
@@ -14,8 +15,8 @@ same home. Adding a node moves only the users that it takes over, and their KV i
 away stays the home as long as it is on the map or in the list: its gets are misses and its puts fail, as with `Client`,
 at the cost of one deadline at most, and other users notice nothing.
 The client of a node that left the map is closed once nothing can be in flight any more.
-With two replicas, `put` and `arm` put a user's blocks to their home and its standby (`user_owners`); the client of the
-home (`of`) puts to the home alone.
+With two replicas, `put`, `arm` and the sessions put a user's blocks to their home and its standby (`user_owners`); the
+client of the home (`of`) puts to the home alone.
 What it doesn't do: move or copy what is stored.
 """
 
@@ -30,12 +31,13 @@ from kvstore.client.arguments import checks_arguments
 from kvstore.client.checks import check_name
 from kvstore.client.client import Client, session_calls_of
 from kvstore.client.map_follower import Following
-from kvstore.client.sessions import AnyHome, Session
+from kvstore.client.session_calls import AnyHome
+from kvstore.client.sessions import Session
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Map, Member
 from kvstore.durability import Durability
 from kvstore.errors import Closed, ConfigError, NodeUnavailable, NotRegistered, RegionBusy
-from kvstore.limits import CLUSTER_LEFT_MS, LEASE_TIMEOUT_MS
+from kvstore.limits import CLUSTER_LEFT_MS, LEASE_TIMEOUT_MS, REPLICAS_MAX
 from kvstore.reach import Reach, reach_of_arguments, reach_settings
 from nic_offload.errors import shown
 from nic_offload.handle import Handle
@@ -126,6 +128,11 @@ class Nodes(Handle):
         _ = self.map  # waits for a node's answer
         return self._following.replicas or 1
 
+    @property
+    def _has_standbys(self) -> bool:
+        """Whether homes have standbys, so that a user's blocks are put to both."""
+        return self.map.revision > 0 and self._replicas >= REPLICAS_MAX
+
     def home(self, user: str) -> str:
         """The node that stores a user's KV, now.
 
@@ -144,6 +151,9 @@ class Nodes(Handle):
 
     def of(self, user: str) -> Client:
         """The client of a user's home. Call this each turn: the client is closed some time after its node leaves.
+
+        Its puts are to this one node. In a cluster with two replicas use `put`, `arm` or a session's `arm`: a block
+        that only the home has acknowledged is lost with it, unless a session lists it and it was copied meanwhile.
 
         >>> nodes.of("ada").target == client.target
         True
@@ -221,7 +231,13 @@ class Nodes(Handle):
     def session(self, user: str, name: str) -> Session:
         """A session, on whatever node is the user's home at each call.
 
-        >>> nodes.session("ada", "chat at home").append([key], tokens=16)
+        Its `arm` takes `ClusterBlock`s, in memory of `register`, and puts them as `Nodes.arm` does.
+
+        >>> chat = nodes.session("ada", "chat at home")
+        >>> puts = chat.arm([ClusterBlock(key, nodes.register(memory), offset=0, length=4096)])
+        >>> [result.error for result in puts.wait(timeout_s=10)]
+        [None]
+        >>> chat.append([key], tokens=16)
         1
         """
         return Session(lambda: session_calls_of(self.of(user)), user, name)
@@ -334,6 +350,14 @@ class _HomeOnMap(AnyHome):
 
     def is_here(self, user: str) -> bool:
         return self._nodes.home(user) == self._target
+
+    @property
+    def nodes(self) -> Nodes:
+        return self._nodes
+
+    @property
+    def has_standby(self) -> bool:
+        return self._nodes._has_standbys  # noqa: SLF001 - of this module
 
 
 @made_by("`ClusterClient.register` or `Nodes.register`")

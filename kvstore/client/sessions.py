@@ -8,9 +8,8 @@ What it doesn't do: put blocks, which must be stored before they are appended; k
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar, cast, overload
 
 from kvstore.client.arguments import checks_arguments
 from kvstore.client.block_calls import durability_message
@@ -18,8 +17,9 @@ from kvstore.client.blocks import Block, put_into
 from kvstore.client.checks import check_list, check_name, check_number
 from kvstore.client.request_ids import as_request
 from kvstore.client.resuming import Manifest, Resuming
-from kvstore.client.session_export import export_session, import_session
-from kvstore.client.session_info import ListedSession, SessionInfo, TurnInfo
+from kvstore.client.session_calls import asked
+from kvstore.client.session_export import export_session
+from kvstore.client.session_info import SessionInfo, TurnInfo
 from kvstore.client.trace import Notes
 from kvstore.client.transfer_watch import watched_by, within
 from kvstore.clock import SystemClock
@@ -32,130 +32,42 @@ from kvstore.errors import (
     NoSession,
     Overloaded,
     SessionRefused,
-    WrongEpoch,
 )
 from kvstore.limits import (
     LEASE_TIMEOUT_MS,
     SESSION_BLOCKS_MAX,
-    SESSIONS_LAST_TRY_MS,
-    SESSIONS_RETRY_MS,
 )
 from kvstore.lookups import Kind
 from kvstore.miss import Miss, MissReason
 from kvstore.names import domain_of
 from kvstore.steps import Step
 from kvstore.wire import sessions_pb2 as pb
-from kvstore.wire import sessions_pb2_grpc, steps_pb2
+from kvstore.wire import steps_pb2
 from kvstore.wire.manifest import Turn
 from nic_offload.made_by import made_by
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
-    from kvstore.client.client import Client
-    from kvstore.client.core import Core
+    from kvstore.client.cluster_blocks import ClusterBlock
+    from kvstore.client.cluster_puts import ClusterPuts
     from kvstore.client.puts import ArmedPuts
     from kvstore.client.reserved import Reservation
     from kvstore.client.resuming import Resumed
+    from kvstore.client.session_calls import SessionCalls
     from kvstore.client.session_export import Progress
     from kvstore.client.spans import ResumeSpan
-    from kvstore.client.step_calls import StepCalls
     from kvstore.client.trace import Follower, Trace
     from kvstore.layout import Layout
     from nic_offload.counter import Counter
     from nic_offload.flags import FlagWord
 
-_CLOCK = SystemClock()
 _LIVES = "A session's time to live in ms"
 _SHARED = "The number of a session's blocks"
+
 T = TypeVar("T")
 
-__all__ = ["AnyHome", "Session", "SessionCalls", "manifest_of", "resume_span_of"]
-
-
-def _asked(
-    find: Callable[[], SessionCalls],
-    doing: str,
-    user: str,
-    ask: Callable[[float], T],
-    timeout_s: float | None = None,
-    *,
-    waits: bool = True,
-) -> T:
-    """Make a call; retry it while the node, as the user's home, doesn't order their sessions yet."""
-    until_ns = _CLOCK.monotonic_ns() + int(1e9 * (find().timeout_s if timeout_s is None else timeout_s))
-    while True:
-        calls = find()
-        try:
-            with calls.calling(doing):
-                return ask(max(0.001, (until_ns - _CLOCK.monotonic_ns()) / 1e9))
-        except WrongEpoch as error:
-            is_late = _CLOCK.monotonic_ns() + SESSIONS_LAST_TRY_MS * 1_000_000 >= until_ns
-            if not waits or is_late or not find().home.is_here(user):
-                raise NodeUnavailable(f"{doing} was not done, and nothing has changed. {error}") from error
-        threading.Event().wait(SESSIONS_RETRY_MS / 1000)
-
-
-class AnyHome:
-    """The view of a client that was given one node: it uses that node, whatever a map says."""
-
-    def revision(self) -> int:
-        """The revision of the map in use; 0 if there is none."""
-        return 0
-
-    def is_here(self, user: str) -> bool:
-        """Whether its node is the user's home."""
-        del user
-        return True
-
-
-class SessionCalls:
-    """The calls of one client. Any thread."""
-
-    def __init__(self, client: Client, core: Core, steps: StepCalls) -> None:
-        self.client, self.core, self.steps = client, core, steps
-        self.calling, self.timeout_s = core.calling, core.reach.call_timeout_s
-        self.stub = sessions_pb2_grpc.SessionsStub(core.channel)  # type: ignore[no-untyped-call]
-        self.home = AnyHome()
-
-    def of_user(self, user: str) -> Iterator[ListedSession]:
-        """As `Client.sessions`."""
-        check_name("A user", user)  # now, not at the first session
-        return self._each_of(user)
-
-    def _each_of(self, user: str) -> Iterator[ListedSession]:
-        token = b""
-        while True:
-            request = pb.ListSessionsRequest(tenant=self.client.tenant, user=user, page_token=token)
-
-            def ask(timeout_s: float, request: pb.ListSessionsRequest = request) -> pb.ListSessionsResponse:
-                request.map_revision = self.home.revision()
-                page: pb.ListSessionsResponse = self.stub.ListSessions(request, timeout=timeout_s)
-                return page
-
-            page = _asked(lambda: self, "Listing sessions", user, ask)
-            for one in page.sessions:
-                yield ListedSession(
-                    one.session,
-                    one.blocks,
-                    one.turns,
-                    one.tokens,
-                    one.last_turn_unix_ms,
-                    one.expires_unix_ms,
-                )
-            token = page.next_page_token
-            if not token:
-                return
-
-    def one(self, user: str, name: str, *, follower: Follower | None = None) -> Session:
-        """As `Client.session`."""
-        return Session(lambda: self, user, name, follower)
-
-    def import_one(
-        self, file: BinaryIO, user: str, name: str, durability: Durability, progress: Progress | None
-    ) -> Session:
-        """As `Client.import_session`."""
-        return import_session(self.client, file, user, name, durability, progress, self.home.is_here)
+__all__ = ["Session", "manifest_of", "resume_span_of"]
 
 
 @made_by("`Client.session`")
@@ -200,7 +112,7 @@ class Session:
         return self._find()
 
     def _ask(self, doing: str, ask: Callable[[float], T]) -> T:
-        return _asked(self._find, doing, self.user, ask)
+        return asked(self._find, doing, self.user, ask)
 
     def append(
         self,
@@ -293,7 +205,7 @@ class Session:
                 )
                 return answer
 
-            answer = _asked(self._find, "Reading a session", self.user, ask, call_s, waits=waits)
+            answer = asked(self._find, "Reading a session", self.user, ask, call_s, waits=waits)
         self._blocks = answer.blocks
         return answer
 
@@ -520,10 +432,12 @@ class Session:
     ) -> Reservation:
         """As `Client.reserve`, for blocks of this session; the node traces them as such.
 
-        Those without a domain whose keys are made for one belong to the session's user.
+        Those without a domain whose keys are made for one belong to the session's user. With two replicas a cluster
+        refuses it: the slots are one node's.
 
         >>> chat.reserve([block]).give_back()
         """
+        self._refuse_one_copy("`Session.reserve`")
         self._registered(blocks)
         with watched_by(self.notes):
             return self._calls.client.reserve(
@@ -533,6 +447,7 @@ class Session:
                 expires_unix_ms=expires_unix_ms,
             )
 
+    @overload
     def arm(
         self,
         blocks: Sequence[Block],
@@ -541,26 +456,67 @@ class Session:
         durability: Durability = Durability.WRITTEN,
         lease_ms: int = LEASE_TIMEOUT_MS,
         expires_unix_ms: int = 0,
-    ) -> ArmedPuts:
+    ) -> ArmedPuts: ...
+
+    @overload
+    def arm(
+        self,
+        blocks: Sequence[ClusterBlock],
+        flag: FlagWord | None = None,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        lease_ms: int = LEASE_TIMEOUT_MS,
+        expires_unix_ms: int = 0,
+    ) -> ClusterPuts: ...
+
+    def arm(
+        self,
+        blocks: Sequence[Block | ClusterBlock],
+        flag: FlagWord | Counter | None = None,
+        *,
+        durability: Durability = Durability.WRITTEN,
+        lease_ms: int = LEASE_TIMEOUT_MS,
+        expires_unix_ms: int = 0,
+    ) -> ArmedPuts | ClusterPuts:
         """As `Client.arm`, for blocks of this session; the node traces them as such.
 
-        Those without a domain whose keys are made for one belong to the session's user.
+        Those without a domain whose keys are made for one belong to the session's user. A session found by `Nodes`
+        takes `ClusterBlock`s too, and puts them as `Nodes.arm` does. With two replicas it takes no others: the memory
+        of a `Block` is registered with one node's client.
 
         >>> puts = chat.arm([block])
         >>> [result.durability.name for result in puts.wait(timeout_s=10)]
         ['WRITTEN']
         """
         self._registered(blocks)
+        nodes = self._calls.home.nodes
         with watched_by(self.notes):
+            if nodes is not None and blocks and not isinstance(blocks[0], Block):
+                return nodes.arm(
+                    self.user,
+                    cast("Sequence[ClusterBlock]", blocks),
+                    cast("FlagWord | None", flag),  # it refuses a Counter
+                    durability=durability,
+                    lease_ms=lease_ms,
+                    expires_unix_ms=expires_unix_ms,
+                )
+            self._refuse_one_copy("a put of a `Block`")
             return self._calls.client.arm(
-                put_into(blocks, domain_of(self.user), of_domains=True),
+                put_into(cast("Sequence[Block]", blocks), domain_of(self.user), of_domains=True),
                 flag,
                 durability=durability,
                 lease_ms=lease_ms,
                 expires_unix_ms=expires_unix_ms,
             )
 
-    def _registered(self, blocks: Sequence[Block]) -> None:
+    def _refuse_one_copy(self, doing: str) -> None:
+        if self._calls.home.has_standby:
+            raise InvalidArgument(
+                f"The cluster keeps two copies of each block, and {doing} makes one: use `Session.arm` with"
+                f" `ClusterBlock`s in memory of `Nodes.register`."
+            )
+
+    def _registered(self, blocks: Sequence[Block | ClusterBlock]) -> None:
         check_list(blocks, "blocks")
         if blocks and isinstance(blocks[0], Block):  # the call itself refuses anything else
             self.notes.registered(blocks[0].region)

@@ -27,7 +27,6 @@ from kvstore.errors import KvError
 from kvstore.limits import (
     CLUSTER_AHEAD_AGAIN_MS,
     LEASE_TIMEOUT_MS_MAX,
-    REPLICAS_MAX,
     SESSIONS_STANDBY_USERS_MAX,
 )
 from kvstore.names import domain_of
@@ -138,7 +137,7 @@ class UserPuts:
         """As `Nodes.arm`."""
         given = list(blocks)
         keys, roles = keys_of(given), None
-        if self._nodes.map.revision and self._nodes._replicas >= REPLICAS_MAX:  # noqa: SLF001 - of this package
+        if self._nodes._has_standbys:  # noqa: SLF001 - of this package
             roles = self._roles(user)
             if not roles.is_known:
                 roles.ask(call_s)
@@ -148,6 +147,7 @@ class UserPuts:
             1,
             roles,
             domain_of(user),
+            partial(self._nodes.home, user),
         )
         terms = PutTerms(durability, lease_ms, expires_unix_ms, call_s)
         return self._arming.arm(given, keys, flag, owners, terms)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import Block, ClusterBlock
+from kvstore.client import Arrivals, Block, ClusterBlock
 from kvstore.client.user_owners import UserOwners
 from kvstore.durability import Durability
-from kvstore.errors import KvError
+from kvstore.errors import InvalidArgument, KvError
 from kvstore.names import block_key
+from kvstore.steps import Step
 from nic_offload.flags import FlagWord, FlagWords
+from nic_offload.match_action import Table
 from tests.cluster.test_sessions import keys as keys_of
 from tests.cluster.test_upkeep import RealCluster, command
 from tests.nic_offload.rig import wait_until
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from kvstore.client import ClusterPuts, Nodes, PutResult, RegisteredMemory
+    from kvstore.client import ClusterPuts, Nodes, PutResult, RegisteredMemory, Session
     from kvstore.demo.node_process import NodeProcess
 
 COUNT, BYTES, WAIT_S, USER = 24, 4096, 60.0, "ada"
@@ -109,6 +111,55 @@ def test_acknowledged_puts_of_a_session_are_hits_at_its_new_home(chat: Chat) -> 
         )
         assert resumed.is_whole
         assert got == chat.source
+
+
+@pytest.mark.parametrize("by", ["Nodes.session", "Nodes.of.session", "Arrivals.session"])
+def test_no_block_that_a_session_has_put_is_lost_with_its_home(chat: Chat, by: str) -> None:
+    home, standby = chat.both()
+    with Arrivals(chat.nodes, Table(), tenant="default") as arrivals:
+        session = {
+            "Nodes.session": chat.nodes.session,
+            "Nodes.of.session": chat.nodes.of(USER).session,
+            "Arrivals.session": arrivals.session,
+        }[by](USER, "chat")
+        puts = session.arm(chat.blocks, chat.flag)
+        chat.flag.store(1)
+        assert are_good(puts.wait(WAIT_S))
+        os.kill(home.pid, signal.SIGKILL)
+        assert chat.has(standby)
+        if by != "Nodes.of.session":  # that is one of the lost node
+            wait_until(lambda: is_appended(session, chat.keys), "the session follows its user's home", WAIT_S)
+
+
+def is_appended(session: Session, keys: list[bytes]) -> bool:
+    try:
+        return session.append(keys, tokens=16) >= len(keys)
+    except KvError:
+        return False
+
+
+def test_a_session_in_a_cluster_makes_no_put_that_is_on_its_home_alone(chat: Chat) -> None:
+    client = chat.nodes.of(USER)
+    own = [Block(one.key, chat.memory.at(client), one.offset, one.length) for one in chat.blocks]
+    for session in (chat.nodes.session(USER, "chat"), client.session(USER, "chat")):
+        for put in (session.arm, session.reserve):
+            with pytest.raises(InvalidArgument, match="two copies"):
+                put(own)
+    assert not any(chat.world.there(chat.both()[0], chat.keys))
+
+
+def test_the_home_alone_traces_the_puts_of_a_session(chat: Chat) -> None:
+    home, standby = chat.both()
+    session = chat.nodes.session(USER, "chat")
+    assert are_good(session.arm(chat.blocks).wait(WAIT_S))
+    assert session.append(chat.keys, tokens=16) == COUNT
+    session.report()
+    steps = [one.step for one in session.trace().seen]
+    assert steps.count(Step.ARMED) == 1
+    assert steps.count(Step.FIRED) == 1
+    there = chat.nodes.at(standby.target).session(USER, "chat")
+    assert Step.ARMED not in [one.step for one in there.trace().seen]
+    assert home.target == chat.nodes.home(USER)
 
 
 @pytest.mark.parametrize(("chat", "how"), [(2, "killed"), (3, "stopped")], indirect=["chat"])

@@ -15,7 +15,8 @@ import pytest
 from kvcli.running import Status
 from kvstore.client import Client, Nodes
 from kvstore.client.client import session_calls_of
-from kvstore.client.sessions import AnyHome, manifest_of
+from kvstore.client.session_calls import AnyHome
+from kvstore.client.sessions import manifest_of
 from kvstore.clock import SystemClock
 from kvstore.errors import KvError, NodeUnavailable, NoSession, SessionRefused
 from kvstore.miss import MissReason
