@@ -546,7 +546,8 @@ class ArmedAhead:
                 self._thread = threading.Thread(target=self._run, name="kvstore-ahead", daemon=True)
                 self._thread.start()
                 atexit.register(self.close)  # before the fabrics, which are closed at the interpreter's exit
-            self._changed.notify()
+            elif len(self._followed) == 1:  # it waits for the first; a busy caller must not wake it for each
+                self._changed.notify()
 
     def again(self, places: PutPlaces) -> None:
         """Have puts that have ended follow the present owners: one may have been replaced since."""
@@ -573,9 +574,8 @@ class ArmedAhead:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._closed:
-                    self._changed.wait(CLUSTER_AHEAD_LOOK_MS / 1000 if self._followed else None)
-                if self._closed:
+                self._changed.wait_for(lambda: self._followed or self._closed)
+                if self._changed.wait_for(lambda: self._closed, CLUSTER_AHEAD_LOOK_MS / 1000):
                     return
                 followed = list(self._followed)
             now = self._current()

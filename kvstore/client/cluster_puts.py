@@ -115,7 +115,7 @@ class ClusterPuts:
         is_enough = False
         with ExitStack() as watched:
             watches: set[str] = set()
-            while not self._places.has_ended:
+            while True:
                 ends_s = min(until_s, enough_s)
                 pending = self._places.open_parts()
                 if watches != pending.keys():
@@ -126,6 +126,8 @@ class ClusterPuts:
                     puts.wait(min(seconds_until(ends_s), _LOOK_S))
                 if not pending:
                     self._places.wait_for_owners(min(seconds_until(ends_s), _LOOK_S))
+                if self._places.has_ended:
+                    return
                 with self._places.lock:
                     results = self._now()
                 if not is_enough and all(one.error is None for one in results):

@@ -68,6 +68,7 @@ class SilentNodes:
         self._silent: dict[str, int] = {}  # the pause before its next probe
         self._due_ms: dict[str, int] = {}  # when that is
         self._thread: threading.Thread | None = None
+        self._is_idle = True  # the thread waits for a call, a suspect or the end
         self._closed = False
 
     def check(self, node: str) -> None:
@@ -84,7 +85,8 @@ class SilentNodes:
             for node in nodes:
                 self._waiting[node] += 1
                 self._heard_ms.setdefault(node, _now_ms())
-            self._wake()
+            if self._is_idle:  # else it sees the call in time, and is not woken for each
+                self._wake()
         try:
             yield
         finally:
@@ -122,10 +124,10 @@ class SilentNodes:
         inconclusive = Counter[str]()  # unanswered probes in a row that say nothing
         while True:
             with self._changed:
-                is_idle = not (self._waiting or self._suspects or self._silent or probes)
+                self._is_idle = not (self._waiting or self._suspects or self._silent or probes)
                 began_ms = _now_ms()
                 if not self._closed:
-                    self._changed.wait(None if is_idle else BREAKER_MS_MIN / 1000)
+                    self._changed.wait(None if self._is_idle else BREAKER_MS_MIN / 1000)
                 if self._closed:
                     break
                 now_ms = _now_ms()

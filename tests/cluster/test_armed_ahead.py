@@ -130,6 +130,18 @@ def test_puts_that_wait_for_their_flag_follow_the_map(
         assert world.there(client, node) == world.owned(client, node)
 
 
+def test_puts_armed_after_all_others_have_ended_follow_the_map(world: ArmedCluster) -> None:
+    client = world.client(1)
+    assert world.armed(client).cancel() == COUNT
+    wait_until(lambda: not client._arming._ahead._followed, "nothing is followed")
+    puts = world.armed(client)
+    left = world.nodes[0]
+    assert left.target in armed_at(puts)
+    world.set_map(left)
+    wait_until(lambda: left.target not in armed_at(puts), "nothing is armed at the node that left")
+    puts.abandon()
+
+
 def test_puts_return_to_a_node_that_comes_back(world: ArmedCluster) -> None:
     client = world.client(2)
     puts = world.armed(client)
