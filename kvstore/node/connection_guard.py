@@ -6,8 +6,8 @@ call admitted by its deadline, or shortly after it has sent many bytes; one whos
 calling when told to wait, or floods (too much metadata, or too many bytes outside messages); those that exceed the
 limit of one source; and at a fabric endpoint all but those of its own client. A source that keeps connecting is barred
 for a time, by a filter on the listening socket that the kernel runs on each packet. While there is nothing to check,
-it reads two kernel counters twice a second, which costs an idle node almost nothing. It also returns unused heap memory
-after load.
+it reads two kernel counters twice a second, which costs an idle node almost nothing, and lists the sockets every five
+seconds until the machine has received nothing for a while. It also returns unused heap memory after load.
 
 What always holds: a connection that has had a call admitted is closed only if its source exceeds its limit, or if it
 does not read an answer, keeps calling, or floods. A socket is closed by `shutdown` on a duplicate of its descriptor,
@@ -243,7 +243,9 @@ class ConnectionGuard:
                 heap.give_back()
             must = self.must_check()
             wait_ms = GUARD_CHECK_MS if must else GUARD_QUICK_CHECK_MS
-            if not must and not self.is_busy and now_ns - looked_ns < GUARD_CHECK_IDLE_MS * _MS:
+            # A library may accept a peer late, but not long after anything was received.
+            rests = self._counters.is_quiet or now_ns - looked_ns < GUARD_CHECK_IDLE_MS * _MS
+            if rests and not must and not self.is_busy:
                 continue
             looked_ns = now_ns
             try:

@@ -37,6 +37,11 @@ class _Mallinfo(ctypes.Structure):
     _fields_ = [("numbers", _Numbers)]
 
 
+_MALLINFO = getattr(ctypes.CDLL(None), "mallinfo2", None)  # found once: that takes longer than the call
+if _MALLINFO is not None:
+    _MALLINFO.restype = _Mallinfo
+
+
 class Heap:
     """The heap of this process. Used in one thread only."""
 
@@ -70,10 +75,7 @@ def used_bytes() -> int:
 
 def _read_mallinfo() -> tuple[int, int]:
     """The bytes in use, and the free ones; 0 where the C library doesn't report them."""
-    try:
-        mallinfo = ctypes.CDLL(None).mallinfo2
-    except AttributeError:
+    if _MALLINFO is None:
         return 0, 0
-    mallinfo.restype = _Mallinfo
-    numbers = mallinfo().numbers
+    numbers = _MALLINFO().numbers
     return int(numbers[_LARGE] + numbers[_USED]), int(numbers[_FREE])

@@ -33,7 +33,7 @@ from kvstore.limits import (
 from kvstore.node import connection_guard
 from kvstore.node.connection_guard import ConnectionGuard, source_of
 from kvstore.node.packet_filter import NOBODY, admitting, refusing
-from kvstore.node.tcp_counters import TcpCounters
+from kvstore.node.tcp_counters import QUIET_READS, TcpCounters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -510,6 +510,20 @@ def test_an_accepted_connection_is_counted_and_a_closed_file_counts_nothing() ->
     counters.close()
     counters.close()
     assert counters.read() is None
+
+
+def test_counters_are_quiet_once_nothing_was_received_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters, now = TcpCounters(), (7, 100)
+    monkeypatch.setattr(counters, "_read", lambda: now)
+    for _ in range(QUIET_READS):
+        counters.read()
+        assert not counters.is_quiet
+    counters.read()
+    assert counters.is_quiet
+    now = (7, 101)
+    counters.read()
+    assert not counters.is_quiet, "a segment was received"
+    counters.close()
 
 
 def test_the_guard_checks_while_a_peer_is_new_unauthenticated_refused_or_barred(
