@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import mmap
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,12 +16,13 @@ torch = pytest.importorskip("torch", reason="torch is in .venv-engines only: mak
 
 from transformers import DynamicCache  # noqa: E402
 
-from kvstore.client import ArmedPuts, Client  # noqa: E402
+from kvstore.client import ArmedPuts, Client, Session  # noqa: E402
 from kvstore.engines import device_release  # noqa: E402
 from kvstore.engines.transformers import CacheStore, device_copies, moving  # noqa: E402
 from kvstore.engines.transformers.copies import scatter  # noqa: E402
 from kvstore.engines.transformers.token_blocks import pieces  # noqa: E402
-from kvstore.errors import DeviceError  # noqa: E402
+from kvstore.errors import DeviceError, NodeUnavailable  # noqa: E402
+from kvstore.miss import MissReason  # noqa: E402
 from nic_offload.device import Copy  # noqa: E402
 from nic_offload.host_device import HostDevice  # noqa: E402
 from tests.device.tensors import running  # noqa: E402
@@ -246,21 +249,62 @@ def test_whatever_ends_a_save_its_blocks_are_never_stored_with_the_bytes_of_the_
             assert _same(back.cache, before), name
 
 
+@pytest.mark.parametrize(
+    ("by_device", "fails"),
+    [
+        (True, (torch, "empty")),
+        (True, (DynamicCache, "update")),
+        (False, (torch.Tensor, "to")),
+        (False, (DynamicCache, "update")),
+    ],
+    ids=["to copy into", "of the cache", "to copy into by the CPU", "of the cache by the CPU"],
+)
 def test_a_device_without_memory_for_a_conversation_is_a_miss(
-    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch, fails: tuple[Any, str], *, by_device: bool
 ) -> None:
     model, tokens, live = _computed("full", 100)
     device = HostDevice(3)
-    with running(device), CacheStore(node.target, model, block_tokens=16, device=device) as store:
-        chat = store.session("ada", "no memory")
+    given = device if by_device else None
+    with running(device), CacheStore(node.target, model, block_tokens=16, device=given) as store:
+        chat = store.session("ada", f"no memory {fails[1]} {by_device}")
         assert chat.save(live, tokens).error is None
         with monkeypatch.context() as patched:
-            patched.setattr(torch, "empty", _raises(FULL))
+            patched.setattr(*fails, _raises(FULL))
             back = chat.resume(_tokens(101))
         assert back.tokens == 0
         assert back.miss is not None
         assert "CUDA out of memory" in str(back.miss)
         assert _same(chat.resume(_tokens(101)).cache, live)
+
+
+def test_a_device_that_refuses_the_cpus_copies_is_a_failed_save(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens, live = _computed("full", 100)
+    with CacheStore(node.target, model, block_tokens=16) as store:
+        chat = store.session("ada", "the CPU may not read")
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "copy_", _raises(RuntimeError("CUDA error: unspecified failure")))
+            saved = chat.save(live, tokens)
+        assert isinstance(saved.error, DeviceError)
+        assert chat.save(live, tokens).error is None
+
+
+def test_a_node_that_is_away_is_a_miss_while_copies_are_pending(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "_TIMEOUT_S", 0.2)
+    model, tokens, live = _computed("full", 100)
+    device = HostDevice(3)  # it stands still
+    with CacheStore(node.target, model, block_tokens=16, device=device) as store:
+        chat = store.session("ada", "away")
+        assert chat.save(live, tokens).error is not None
+        monkeypatch.setattr(Session, "info", _raises(NodeUnavailable("The node does not answer.")))
+        monkeypatch.setattr(device_copies.DeviceCopies, "settle", _raises(DeviceError("It stands still.")))
+        back = chat.resume(tokens)
+        assert back.miss is not None
+        assert (back.tokens, back.cache.get_seq_length(), back.miss.reason) == (0, 0, MissReason.NODE_AWAY)
+        device.run()
 
 
 def test_a_refusing_device_stores_and_resumes_nothing_and_the_chat_continues(
@@ -387,6 +431,42 @@ def test_a_store_closes_within_a_bound_while_its_device_stands_still(
         CacheStore(node.target, model, block_tokens=16, device=device).close()
     gate.set()
     assert ["has not ended its work in time" in one.getMessage() for one in caplog.records] == [True]
+
+
+def test_tensors_that_a_late_copy_may_write_to_outlive_a_closed_store(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_release, "ENGINE_DEVICE_CLOSE_MS", 50)
+    monkeypatch.setattr(device_copies, "ENGINE_DEVICE_COPY_MS", 50)
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # a log entry refers to frames
+    model, tokens, live = _computed("full", 100)
+    with CacheStore(node.target, model, block_tokens=16) as store:
+        assert store.session("ada", "late").save(live, tokens).error is None
+    made: list[weakref.ref[Any]] = []
+    empty, gate = torch.empty, threading.Event()
+
+    def noted(*given: Any, **named: Any) -> Any:
+        tensor = empty(*given, **named)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    class Slow(HostDevice):
+        def unmap(self, address: int) -> None:
+            gate.wait()
+            super().unmap(address)
+
+    device = Slow(3)
+    store = CacheStore(node.target, model, block_tokens=16, device=device)
+    device.run()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", noted)
+        assert store.session("ada", "late").resume(_tokens(101)).tokens == 0
+    store.close()
+    del store
+    gc.collect()
+    assert made
+    assert all(one() is not None for one in made)
+    gate.set()
 
 
 class _Full(HostDevice):

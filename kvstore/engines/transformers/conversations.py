@@ -30,7 +30,7 @@ from kvstore.client.map_follower import is_in_cluster
 from kvstore.client.resuming import Resumed as Outcome
 from kvstore.client.transfer_watch import watched_by
 from kvstore.engines.stores import is_about_domains
-from kvstore.engines.transformers.copies import Gathered, scatter
+from kvstore.engines.transformers.copies import Gathered, scatter, torch_errors
 from kvstore.engines.transformers.device_copies import DeviceCopies, DeviceGathered
 from kvstore.engines.transformers.moving import Mover, batches
 from kvstore.engines.transformers.shapes import Shapes
@@ -187,10 +187,11 @@ class CacheStore:
         cache = DynamicCache(config=self.config)
         if not whole:
             return cache
-        for number, (k, v) in enumerate(gathered.layers()):
-            cache.update(k, v, number)
-            if self.shapes.layers[number].window is not None:
-                cache.layers[number].cumulative_length = whole[-1].end
+        with torch_errors():
+            for number, (k, v) in enumerate(gathered.layers()):
+                cache.update(k, v, number)
+                if self.shapes.layers[number].window is not None:
+                    cache.layers[number].cumulative_length = whole[-1].end
         return cache
 
     def put(
@@ -282,7 +283,7 @@ class ChatSession:
         try:
             saved = self._saved(numbers)
         except KvError as error:
-            return Resumed(*self._store.fetched(self._session.user, [])[:2], _miss(error))
+            return Resumed(DynamicCache(config=self._store.config), 0, _miss(error))
         wanted = [piece for piece in saved.pieces if piece.end < len(numbers)]
         wanted = wanted[: usable(self._store.shapes, wanted)]
         try:

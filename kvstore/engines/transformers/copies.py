@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from kvstore.errors import DeviceError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -13,7 +16,17 @@ if TYPE_CHECKING:
     from kvstore.engines.transformers.shapes import LayerShape, Shapes
     from kvstore.engines.transformers.token_blocks import Piece
 
-__all__ = ["Gathered", "newest", "scatter"]
+__all__ = ["Gathered", "newest", "scatter", "torch_errors"]
+
+
+@contextmanager
+def torch_errors() -> Iterator[None]:
+    """What PyTorch raises for a device, above all that its memory is full, as DeviceError."""
+    try:
+        yield
+    except RuntimeError as error:
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DeviceError(f"PyTorch could not use the device's memory: {why}") from error
 
 
 class _Plane(NamedTuple):
@@ -65,7 +78,8 @@ def scatter(
             behind = cached_tokens - plane.end
             end = tensor.shape[2] - behind
             source = tensor[0, :, end - blocks * count : end]
-            target.copy_(source.view(heads, blocks, count, numbers).permute(1, 0, 2, 3))
+            with torch_errors():
+                target.copy_(source.view(heads, blocks, count, numbers).permute(1, 0, 2, 3))
 
 
 class Gathered:
@@ -81,8 +95,9 @@ class Gathered:
         for plane in _planes(self._shapes, memory, some):
             for parts, source in zip(self._parts[plane.layer], (plane.k, plane.v), strict=True):
                 blocks, heads, count, numbers = source.shape
-                together = source.permute(1, 0, 2, 3).to(self._device, copy=True)
-                parts.append(together.reshape(heads, blocks * count, numbers))
+                with torch_errors():
+                    together = source.permute(1, 0, 2, 3).to(self._device, copy=True)
+                    parts.append(together.reshape(heads, blocks * count, numbers))
 
     def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of each layer; for a windowed layer, of its newest tokens."""

@@ -12,7 +12,6 @@ What it doesn't do: register a device's memory with the fabric.
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from itertools import groupby
 from threading import Event
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,7 +22,7 @@ import torch
 from kvstore.clock import SystemClock
 from kvstore.engines.copy_flag import CopyFlag
 from kvstore.engines.device_release import release
-from kvstore.engines.transformers.copies import newest
+from kvstore.engines.transformers.copies import newest, torch_errors
 from kvstore.errors import DeviceError
 from kvstore.limits import ENGINE_DEVICE_COPY_MS, ENGINE_DEVICE_POLL_MS
 from nic_offload.device import Copy
@@ -116,7 +115,7 @@ class DeviceCopies:
     ) -> None:
         """Queue the copies of blocks, which fire what is armed on the flag's next number."""
         # A layer's memory need not be dense, as after a cut: its copy is computed before our stream goes on.
-        with _torch_s_errors():
+        with torch_errors():
             dense = [
                 tuple(tensor if _is_dense(tensor) else tensor.contiguous() for tensor in kv) for kv in cache
             ]
@@ -171,7 +170,7 @@ class DeviceCopies:
 
     def close(self) -> None:
         """Release what is page-locked once the device has ended its work; later, and by itself, if that takes long."""
-        error = release([self._mapped, self.flag], self._memory)
+        error = release([self._mapped, self.flag], (self._memory, self._lost))
         if error is not None:
             log.warning("Page-locked memory was not released: %s", error)
 
@@ -189,7 +188,7 @@ class DeviceGathered:
         for part in _parts(self._shapes, some):
             numbers = part.token_bytes // self._shapes.dtype.itemsize
             shape = (part.heads, part.blocks * part.tokens, numbers)
-            with _torch_s_errors():
+            with torch_errors():
                 tensor = torch.empty(shape, dtype=self._shapes.dtype, device=self._place)
             head_bytes = part.blocks * part.run_bytes
             addresses = part.copies(self._copies.address(0), tensor.data_ptr(), head_bytes, 0)
@@ -200,25 +199,13 @@ class DeviceGathered:
     def layers(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """K and V of each layer; for a windowed layer, of its newest tokens."""
         for layer, (k, v) in zip(self._shapes.layers, self._parts, strict=True):
-            with _torch_s_errors():
-                of_layer = self._newest(layer, k, layer.k_numbers), self._newest(layer, v, layer.v_numbers)
-            yield of_layer
+            yield self._newest(layer, k, layer.k_numbers), self._newest(layer, v, layer.v_numbers)
 
     def _newest(self, layer: LayerShape, parts: Sequence[torch.Tensor], numbers: int) -> torch.Tensor:
         if not parts:
             empty = (1, layer.heads, 0, numbers)
             return torch.empty(empty, dtype=self._shapes.dtype, device=self._place)
         return newest(layer, parts)
-
-
-@contextmanager
-def _torch_s_errors() -> Iterator[None]:
-    """What PyTorch raises for the device, above all that its memory is full, as DeviceError."""
-    try:
-        yield
-    except RuntimeError as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DeviceError(f"PyTorch could not use the device's memory: {why}") from error
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
