@@ -202,7 +202,10 @@ class CudaDevice:
     def current_stream(self) -> int:
         """PyTorch's current stream of the calling thread; the default stream in a process without PyTorch."""
         torch = sys.modules.get("torch")
-        return 0 if torch is None else int(torch.cuda.current_stream(self.index).cuda_stream)
+        try:
+            return 0 if torch is None else int(torch.cuda.current_stream(self.index).cuda_stream)
+        except RuntimeError as error:
+            raise DeviceError(f"PyTorch has no current stream any more: {error}") from error
 
     def map(self, address: int, length: int, *, io_memory: bool = False) -> Mapped:
         """Page-lock and map whole pages; `io_memory` is a NIC's doorbell."""

@@ -61,7 +61,7 @@ class Device(Protocol):
         ...
 
     def current_stream(self) -> Any:
-        """The stream that the calling thread computes on."""
+        """The stream that the calling thread computes on; DeviceError, as of any call, after a reset."""
         ...
 
     def map(self, address: int, length: int, *, io_memory: bool = False) -> Mapped:

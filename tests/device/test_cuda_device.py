@@ -7,6 +7,7 @@ import mmap
 import secrets
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -156,6 +157,19 @@ def test_after_a_reset_every_call_is_an_error_without_a_crash(cuda: FakeCuda, dr
     for call in calls:
         with pytest.raises(DeviceError, match=r"illegal memory access \(700\)"):
             call()
+
+
+def test_what_pytorch_raises_for_its_stream_after_a_reset_is_a_device_error(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_index: int) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    device = FakeCuda(driver)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(current_stream=refuse)))
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        CudaDevice.current_stream(device)
+    device.close()
 
 
 def test_too_little_page_locked_memory_is_an_error_that_says_so(cuda: FakeCuda, driver: FakeDriver) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from kvstore.engines.vllm import groups
 from kvstore.engines.vllm.groups import Load, Wanted
 from kvstore.errors import CudaUnavailable, DeviceError
+from kvstore.limits import VLLM_DEVICE_WINDOWS
 from kvstore.testing import MemoryNode
 from nic_offload.host_device import HostDevice
 from tests.device.engine import Engine, random_values, wait_for
@@ -301,15 +303,15 @@ def test_a_device_that_refuses_work_costs_the_step_and_not_the_engine(
 
 
 @pytest.mark.parametrize("call", [2, LAYERS], ids=["in a layer", "at the end"])
-def test_an_error_of_pytorchs_costs_the_step_and_not_the_engine(
+def test_a_device_without_a_current_stream_costs_the_step_and_not_the_engine(
     engine: Engine, device: Refusing, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    """After a reset PyTorch may raise for its current stream, which is asked for once a layer and at the end."""
+    """The device is asked for its current stream once a layer and at the end."""
     values, calls = random_values(SHAPE, [1]), itertools.count()
 
     def current_stream() -> Any:
         if next(calls) == call:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            raise DeviceError("CUDA error: an illegal memory access was encountered")
         return device.compute
 
     with running(device):
@@ -324,18 +326,61 @@ def test_an_error_of_pytorchs_costs_the_step_and_not_the_engine(
         is_exact(engine, wanted, values)
 
 
+@pytest.mark.parametrize("call", ["copy", "record", "wait", "store"])
+def test_a_refused_step_that_filled_the_ring_gives_it_back(memory_node: MemoryNode, call: str) -> None:
+    """Later steps find no room until then, so it can't depend on a block of theirs."""
+    device = Refusing()
+    engine = engine_of(memory_node, device, host_bytes=2 * BLOCK_BYTES)
+    values = random_values(SHAPE, [1, 2])
+    with running(device):
+        device.refused.add(call)
+        engine.step(wanted_of(1, 2), values)
+        engine.saved(2)
+        device.refused.clear()
+        is_exact(engine, stored_at_last(engine, values), values)
+    engine.close()
+
+
+@pytest.mark.parametrize("call", ["copy", "record"])
 def test_a_load_that_the_device_refuses_is_a_miss_and_the_next_one_is_not(
-    engine: Engine, device: Refusing
+    engine: Engine, device: Refusing, call: str
 ) -> None:
     wanted, values = wanted_of(1, 2), random_values(SHAPE, [1, 2])
     with running(device):
         engine.step(wanted, values)
         engine.saved(2)
-        for _ in range(6):  # more than there are windows
-            device.refused.add("copy")
-            assert len(engine.load(wanted).missing) == 2
+        for _ in range(2 * VLLM_DEVICE_WINDOWS):
+            engine.transport.before_loads()
+            device.refused.add(call)
+            assert len(engine.loads.load(Load("r", wanted)).missing) == 2
             device.refused.clear()
+            engine.transport.after_loads()
         is_exact(engine, wanted, values)
+
+
+@pytest.mark.parametrize("call", ["record", "wait"])
+def test_copies_that_the_compute_stream_can_not_wait_for_are_done_before_the_engine_goes_on(
+    engine: Engine, device: Refusing, call: str
+) -> None:
+    """It computes these blocks itself then, and a late copy would overwrite them."""
+    wanted, values = wanted_of(1), random_values(SHAPE, [1])
+    gate = threading.Event()
+    with running(device):
+        engine.step(wanted, values)
+        engine.saved(1)
+        engine.transport.before_loads()
+        loads = engine.transport._stream  # type: ignore[attr-defined]
+        loads.queue(gate.is_set)
+        assert engine.loads.load(Load("r", wanted)).missing == []
+        opens = threading.Timer(0.2, gate.set)
+        opens.start()
+        device.refused.add(call)
+        with pytest.raises(DeviceError):
+            engine.transport.after_loads()
+        device.refused.clear()
+        assert gate.is_set()
+        assert pages(engine.caches[names()[0]])[1].tobytes() == values[1][0].tobytes()
+        opens.join()
 
 
 def test_pages_that_the_node_lacks_are_misses_and_their_blocks_are_not_written(

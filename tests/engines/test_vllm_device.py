@@ -34,7 +34,7 @@ def caches() -> dict[str, torch.Tensor]:
 
 
 class Refusing(HostDevice):
-    error: Exception | None = None
+    error: DeviceError | None = None
 
     def record(self, stream: Any) -> Any:
         if self.error is not None:
@@ -130,16 +130,12 @@ def test_steps_save_from_a_device_and_load_into_it(monkeypatch: pytest.MonkeyPat
         until(lambda: len(seen) == len(names()))
         for at, name in enumerate(names()):
             assert torch.equal(seen[name], kv[at][:, [3, 4]]), name
-        for error in (
-            DeviceError("cuEventRecord failed: the device was reset (700)."),
-            RuntimeError("CUDA error: an illegal memory access was encountered"),  # PyTorch's
-        ):
-            device.error = error
-            step(one, device, tensors, Plan(loads=[Load("s", targets[:2], load == "sync")]), kv=kv)
-            if load == "async":
-                ended.clear()
-                until_loads_end(one, ended)
-            assert one.failed_blocks() == {20, 5}, "after a reset all that was promised is computed"
+        device.error = DeviceError("cuEventRecord failed: the device was reset (700).")
+        step(one, device, tensors, Plan(loads=[Load("s", targets[:2], load == "sync")]), kv=kv)
+        if load == "async":
+            ended.clear()
+            until_loads_end(one, ended)
+        assert one.failed_blocks() == {20, 5}, "after a reset all that was promised is computed"
         device.error = None
 
 

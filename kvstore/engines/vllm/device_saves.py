@@ -76,7 +76,7 @@ class DeviceSaves(Saves):
             self._left = {which: set(names) for which, names in self._members.items()}
         try:
             self._capture(name, self._opened)
-        except (KvError, RuntimeError) as error:  # PyTorch's too: the layer counts as done
+        except KvError as error:  # the layer counts as done
             self._refused(error)
 
     def settle(self, *, is_sound: bool) -> None:
@@ -86,20 +86,18 @@ class DeviceSaves(Saves):
         if not blocks:
             return
         device = self._on_device.device
+        copied_at = self._flag.last + 1  # the next store to the flag, in this step or a later one
         try:
-            if batches:
-                copied_at = self._flag.store_next(self._side)
-                for batch in batches:
-                    batch.thresholds = [value or copied_at for value in batch.thresholds]
-                device.wait(device.current_stream(), device.record(self._side))
-        except (KvError, RuntimeError) as error:
+            # Also without a batch: memory of a step that the device refused may wait for the store.
+            self._flag.store_next(self._side)
+            device.wait(device.current_stream(), device.record(self._side))
+        except KvError as error:
             self._refused(error)
-        if self._is_broken or not batches:
-            copied_at = self._flag.last + 1  # the next store to the flag comes after these copies
         is_withheld = bool(self._undone) or not is_sound
         if is_withheld and not batches:
             self._outcomes.append(Saved([], withheld=self._pages_of(blocks)))
         for batch in batches:
+            batch.thresholds = [value or copied_at for value in batch.thresholds]
             batch.copied_at = copied_at
             batch.is_withheld = is_withheld or self._is_broken
             if batch.is_withheld:
@@ -138,9 +136,9 @@ class DeviceSaves(Saves):
         for target, source in zip(targets.ravel().tolist(), sources.ravel().tolist(), strict=True):
             yield Copy(target, source, length)
 
-    def _refused(self, error: Exception) -> None:
+    def _refused(self, error: KvError) -> None:
         if not self._is_broken:
-            log.warning("A step's blocks are not stored: %s", error, exc_info=not isinstance(error, KvError))
+            log.warning("A step's blocks are not stored: %s", error)
         self._is_broken = True
 
     # --- the thread

@@ -26,6 +26,7 @@ from kvstore.engines.stores import block_at
 from kvstore.engines.vllm.device_saves import DeviceSaves
 from kvstore.engines.vllm.load_memory import LoadMemory
 from kvstore.engines.vllm.sending import PutSender
+from kvstore.errors import KvError
 from kvstore.limits import SLAB_BYTES, VLLM_DEVICE_COPY_MS, VLLM_DEVICE_POLL_MS, VLLM_DEVICE_WINDOWS
 from nic_offload.device import Copy
 from nic_offload.memory import address_of
@@ -44,11 +45,11 @@ __all__ = ["DeviceTransport"]
 
 @dataclass
 class _Window:
-    """Some of the memory, and the event behind the last copies out of it."""
+    """Some of the memory, and whether the last copies out of it are done."""
 
     offset: int
-    copied: Any = None
-    is_lost: bool = False  # a copy may still read it, and its end will not be reported
+    is_read: bool = False  # copies may still read it
+    copied: Any = None  # the event behind them; None: the device has not accepted one yet
 
 
 class DeviceTransport:
@@ -67,9 +68,10 @@ class DeviceTransport:
         self._device, self._clock = memory.device, SystemClock()
         self._stream = memory.device.open_stream()
         self._window_bytes = -(-max(SLAB_BYTES, object_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._all_windows = [_Window(number * self._window_bytes) for number in range(VLLM_DEVICE_WINDOWS)]
         self._windows: queue.Queue[_Window] = queue.Queue()
-        for number in range(VLLM_DEVICE_WINDOWS):
-            self._windows.put(_Window(number * self._window_bytes))
+        for window in self._all_windows:
+            self._windows.put(window)
         timeout_s = (settings.save_timeout_ms + VLLM_DEVICE_COPY_MS) / 1000
         with ExitStack() as undo:  # the driver must not know memory of a transport that was not made
             windows_bytes = VLLM_DEVICE_WINDOWS * self._window_bytes
@@ -88,8 +90,22 @@ class DeviceTransport:
         self._device.wait(self._stream, self._device.record(self._device.current_stream()))
 
     def after_loads(self) -> None:
-        """Work queued from now on comes after the loads that have ended."""
-        self._device.wait(self._device.current_stream(), self._device.record(self._stream))
+        """Work queued from now on comes after the loads that have ended.
+
+        If the device refuses that, this thread waits for their copies: the engine computes these blocks next.
+        """
+        try:
+            self._device.wait(self._device.current_stream(), self._device.record(self._stream))
+        except KvError:
+            until_ns = self._clock.monotonic_ns() + VLLM_DEVICE_COPY_MS * 1_000_000
+            pause = Event()
+            while not all(map(self._is_unread, self._all_windows)) and self._left_s(until_ns):
+                pause.wait(VLLM_DEVICE_POLL_MS / 1000)
+            raise
+
+    def _is_unread(self, window: _Window) -> bool:
+        copied = window.copied
+        return not window.is_read or (copied is not None and self._device.is_done(copied))
 
     def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
         """Fetch pages into the windows, and queue their copies."""
@@ -103,8 +119,7 @@ class DeviceTransport:
             try:
                 here += self._fetch(window, some, until_ns)
             finally:
-                if not window.is_lost:
-                    self._windows.put(window)
+                self._windows.put(window)
         return here
 
     def _parts(self, objects: Sequence[Object]) -> Iterator[Sequence[Object]]:
@@ -126,17 +141,27 @@ class DeviceTransport:
             window = self._windows.get(timeout=self._left_s(until_ns))
         except queue.Empty:
             return None
-        pause = Event()
+        is_free = False
         try:
-            while window.copied is not None and not self._device.is_done(window.copied):
-                if not self._left_s(until_ns):
-                    self._windows.put(window)
-                    return None
+            is_free = self._is_copied(window, until_ns)
+        finally:
+            if not is_free:
+                self._windows.put(window)
+        return window if is_free else None
+
+    def _is_copied(self, window: _Window, until_ns: int) -> bool:
+        """Whether the copies out of a window are done in time."""
+        pause = Event()
+        while window.is_read:
+            if window.copied is None:
+                window.copied = self._device.record(self._stream)
+            if self._is_unread(window):
+                window.is_read = False
+            elif not self._left_s(until_ns):
+                return False
+            else:
                 pause.wait(VLLM_DEVICE_POLL_MS / 1000)
-        except Exception:
-            self._windows.put(window)
-            raise
-        return window
+        return True
 
     def _fetch(self, window: _Window, objects: Sequence[Object], until_ns: int) -> list[bool]:
         places, at = [], window.offset
@@ -152,12 +177,9 @@ class DeviceTransport:
         ]
         if copies:
             self._arrivals.see()
-            try:
-                self._device.copy(self._stream, copies)
-            finally:  # some may be queued even if one was refused
-                window.is_lost = True
-                window.copied = self._device.record(self._stream)
-                window.is_lost = False
+            window.is_read, window.copied = True, None  # some may be queued even if one is refused
+            self._device.copy(self._stream, copies)
+            window.copied = self._device.record(self._stream)
         return here
 
     def _copies(self, one: Object, place: int) -> Iterator[Copy]:

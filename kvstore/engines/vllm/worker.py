@@ -80,8 +80,8 @@ class Working:
         loads, self._plan.loads = self._plan.loads, []
         try:
             self._transport.before_loads()
-        except (KvError, RuntimeError) as error:  # PyTorch's too: no promise may be forgotten
-            log.warning("Nothing is loaded: %s", error, exc_info=not isinstance(error, KvError))
+        except KvError as error:  # no promise may be forgotten
+            log.warning("Nothing is loaded: %s", error)
             begin, make = self._loads.give_up, Loaded.none_of
         else:
             begin, make = self._loads.begin, self._loads.load
@@ -127,8 +127,8 @@ class Working:
         try:
             if ended:
                 self._transport.after_loads()
-        except (KvError, RuntimeError) as error:
-            log.warning("Loaded blocks are not used: %s", error, exc_info=not isinstance(error, KvError))
+        except KvError as error:
+            log.warning("Loaded blocks are not used: %s", error)
             return [replace(one, missing=list(one.load.blocks), bytes=0) for one in ended]
         return ended
 
