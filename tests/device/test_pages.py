@@ -45,6 +45,7 @@ def test_the_runs_of_a_block_are_exactly_its_bytes(shape: str) -> None:
     ("shape", "strides", "blocks", "word"),
     [
         ((2, 2, 16, 2, 8), (512, 256, 16, 8, 1), 2, "two-block cache is ambiguous"),
+        ((2, 4, 8, 2, 8), (512, 128, 16, 8, 1), 2, "two-block cache is ambiguous"),
         ((7, 5), (5, 1), 4, "no dimension"),
         ((4, 0), (0, 1), 4, "no dimension"),
         ((), (), 4, "not block by block"),

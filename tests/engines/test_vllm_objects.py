@@ -13,6 +13,7 @@ from kvstore.engines.vllm.connector_metadata import Load, Wanted
 from kvstore.engines.vllm.groups import Group
 from kvstore.engines.vllm.kv_memory import KvMemory
 from kvstore.engines.vllm.loading import Loads
+from kvstore.errors import LayoutError
 from kvstore.layout import Layer, Layout, Order
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
@@ -109,3 +110,19 @@ def test_blocks_return_to_their_places(objects_of_block: int) -> None:
             assert torch.equal(tensor[block], source[name][digest])
         for block in set(range(BLOCKS)) - {5, 6, 2, 1}:
             assert torch.equal(tensor[block], before[name][block])
+
+
+@pytest.mark.parametrize(
+    ("row", "is_accepted"), [(PAGE // 2, True), (PAGE // 4, False), (PAGE // 4 + 8, False), (PAGE, False)]
+)
+def test_padding_is_stored_with_a_page_only_where_it_is_no_other_pages(
+    row: int, *, is_accepted: bool
+) -> None:
+    """A page of PAGE bytes that the engine counts as twice as many, so many numbers from one block to the next."""
+    padded = Group(0, 4, 0, NAMES, (LAYOUT,), 2 * PAGE)
+    tensors = {name: torch.zeros(BLOCKS, row)[:, : PAGE // 4] for name in NAMES}
+    if is_accepted:
+        KvMemory(tensors, [padded], 0, BLOCKS)
+        return
+    with pytest.raises(LayoutError, match=f"have {PAGE} bytes every {4 * row}, not {2 * PAGE}"):
+        KvMemory(tensors, [padded], 0, BLOCKS)

@@ -45,7 +45,7 @@ def pages_of(shape: Sequence[int], strides: Sequence[int], element_bytes: int, b
     """Find the runs of a cache's blocks. A kernel's block may be smaller than the engine's; then several form one."""
     if blocks < 1 or not shape:
         raise LayoutError(f"A cache of the shape {tuple(shape)} is not block by block.")
-    if shape[:2] == (_KEYS_AND_VALUES, blocks) == (blocks, _KEYS_AND_VALUES):
+    if shape[0] == _KEYS_AND_VALUES == blocks:
         raise LayoutError("The dimension that counts the blocks of a two-block cache is ambiguous.")
     at = next((at for at in (0, 1) if at < len(shape) and not shape[at] % blocks), None)
     if at is None or not prod(shape):

@@ -79,7 +79,9 @@ class KvMemory:
         element = cache.element_size()
         page = dense * element * kernel_blocks
         stride = cache.stride(0) * element * kernel_blocks
-        if page > group.page_bytes or stride < page or (kernel_blocks > 1 and stride != page):
+        is_padded = page < group.page_bytes == stride  # else the padding is another page's bytes
+        is_page = page == group.page_bytes or is_padded
+        if not is_page or stride < page or (kernel_blocks > 1 and stride != page):
             raise LayoutError(
                 f"The pages of {name} have {page} bytes every {stride}, not {group.page_bytes}."
             )
