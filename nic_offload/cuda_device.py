@@ -15,7 +15,7 @@ import ctypes
 import mmap
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -310,12 +310,13 @@ class CudaDevice:
         """Capture a graph; it can be launched until the device is closed."""
         made = _Graph(self)
         self.call("cuStreamBeginCapture_v2", stream, _THREAD_LOCAL)
-        try:
-            yield made
-        finally:
-            graph = self._made_last("cuStreamEndCapture", stream)
-        made.handle = self._made("cuGraphInstantiateWithFlags", c_void_p, graph, 0)
-        self.call("cuGraphDestroy", graph)
+        with ExitStack() as undo:
+            try:
+                yield made
+            finally:
+                graph = self._made_last("cuStreamEndCapture", stream)
+                undo.callback(self.call, "cuGraphDestroy", graph)
+            made.handle = self._made("cuGraphInstantiateWithFlags", c_void_p, graph, 0)
         self._graphs.append(made.handle)
 
     def _made_last(self, name: str, *arguments: Any) -> int:

@@ -150,6 +150,8 @@ static int control(struct fid *fid, int command, void *argument)
 		*(bool *)argument = domain->optimized_regions;
 		return 0;
 	case FI_OPT_CXI_SET_PROV_KEY_CACHE:
+		if (setting("SOFT_CASSINI_KEY_CACHE_STAYS", 0))
+			return -FI_EINVAL; /* as an earlier provider, which doesn't know it */
 		domain->key_cache = *(bool *)argument;
 		return 0;
 	case FI_OPT_CXI_GET_PROV_KEY_CACHE:
@@ -233,7 +235,8 @@ int domain_open(struct fid_fabric *fid, struct fi_info *info, struct fid_domain 
 	domain->flushes_to_fail = setting("SOFT_CASSINI_FLUSHES_FAIL", 0);
 	domain->chance = 1;
 	domain->fabric = (struct fabric *)fid;
-	domain->optimized_regions = domain->key_cache = true;
+	domain->optimized_regions = true;
+	domain->key_cache = setting("FI_CXI_PROV_KEY_CACHE", 1) != 0;
 	domain->takes_devices = info->caps & FI_HMEM;
 	domain->fid.fid = (struct fid){.fclass = FI_CLASS_DOMAIN, .context = context, .ops = &fid_ops};
 	domain->fid.ops = &domain_ops;

@@ -79,6 +79,7 @@ void side_open_with(struct side *side, uint64_t caps, size_t requests, uint64_t 
 	struct fi_info *hints = hints_new();
 	struct fi_cq_attr cq = {.format = FI_CQ_FORMAT_MSG, .wait_obj = FI_WAIT_NONE};
 	struct fi_av_attr av = {.type = FI_AV_UNSPEC};
+	bool key_cache = false;
 	hints->caps = caps;
 	hints->tx_attr->size = requests;
 	hints->tx_attr->msg_order = order_asked;
@@ -86,6 +87,7 @@ void side_open_with(struct side *side, uint64_t caps, size_t requests, uint64_t 
 	library.freeinfo(hints);
 	GIVES(0, library.fabric(side->info->fabric_attr, &side->fabric, NULL));
 	GIVES(0, fi_domain(side->fabric, side->info, &side->domain, NULL));
+	GIVES(0, fi_control(&side->domain->fid, FI_OPT_CXI_SET_PROV_KEY_CACHE, &key_cache));
 	GIVES(0, fi_av_open(side->domain, &av, &side->av, NULL));
 	GIVES(0, fi_cq_open(side->domain, &cq, &side->cq, NULL));
 	GIVES(0, fi_endpoint(side->domain, side->info, &side->ep, side));

@@ -178,6 +178,24 @@ static void an_arriving_write_can_fire_work(void)
 	pair_close(&from, &to);
 }
 
+static void no_region_is_enabled_whose_key_reaches_other_memory(void)
+{
+	struct side side;
+	bool key_cache = true;
+	side_open(&side);
+	GIVES(0, fi_control(&side.domain->fid, FI_OPT_CXI_SET_PROV_KEY_CACHE, &key_cache));
+	struct fid_mr *region;
+	GIVES(0, fi_mr_reg(side.domain, side.memory, 4096, REMOTE, 0, 0, 0, &region, NULL));
+	GIVES(0, fi_mr_bind(region, &side.ep->fid, 0));
+	GIVES(-FI_EINVAL, fi_mr_enable(region));
+	GIVES(0, fi_close(&region->fid));
+	struct fid_cntr *counter = counter_new(&side); /* then the key is its own */
+	region = region_new(&side, side.ep, side.memory, 4096, REMOTE, counter);
+	GIVES(0, fi_close(&region->fid));
+	GIVES(0, fi_close(&counter->fid));
+	side_close(&side);
+}
+
 const struct rule memory_rules[] = {
 	{"there_is_no_key_before_a_region_is_bound_and_enabled", there_is_no_key_before_a_region_is_bound_and_enabled},
 	{"a_region_is_one_range_of_the_hosts_memory", a_region_is_one_range_of_the_hosts_memory},
@@ -187,5 +205,6 @@ const struct rule memory_rules[] = {
 	{"access_is_as_requested", access_is_as_requested},
 	{"a_regions_counter_counts_the_writes_into_it", a_regions_counter_counts_the_writes_into_it},
 	{"an_arriving_write_can_fire_work", an_arriving_write_can_fire_work},
+	{"no_region_is_enabled_whose_key_reaches_other_memory", no_region_is_enabled_whose_key_reaches_other_memory},
 	{NULL, NULL},
 };

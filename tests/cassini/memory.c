@@ -41,6 +41,8 @@ static int enable(struct region *region)
 		return -FI_EINVAL;
 	if (region->enabled || !(region->access & REMOTE))
 		return 0;
+	if (domain->key_cache && !region->counter && !domain->match_events)
+		return say(-FI_EINVAL, "with the cache of provider keys, this key would reach all memory of the process.");
 	int status = take_id(domain, &region->id);
 	if (status)
 		return status;

@@ -32,6 +32,7 @@ MEMORY = (
     "access_is_as_requested",
     "a_regions_counter_counts_the_writes_into_it",
     "an_arriving_write_can_fire_work",
+    "no_region_is_enabled_whose_key_reaches_other_memory",
 )
 ENDPOINTS = (
     "an_endpoint_works_once_it_is_bound_and_enabled",

@@ -9,11 +9,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.cassini import build as builder
 from tests.cassini.build import build
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 110
+OFF = {"FI_CXI_PROV_KEY_CACHE": "0"}
 
 LIST_PROVIDERS = """
 from nic_offload.library import load
@@ -36,6 +39,33 @@ def test_nic_offload_finds_cxi_and_nothing_else() -> None:
         check=True,
     )
     assert done.stdout.splitlines() == ["cxi True True", "cxi"]
+
+
+REGISTER = """
+from nic_offload.fabric import Fabric
+with Fabric("cxi", address="127.0.0.1") as fabric, fabric.open_endpoint() as endpoint:
+    print(fabric.register(bytearray(4096), endpoint=endpoint).length)
+"""
+
+
+@pytest.mark.parametrize(("stays", "environment", "opens"), [("0", {}, True), ("1", {}, False), ("1", OFF, True)])
+def test_a_fabric_opens_only_if_its_keys_are_confined(
+    stays: str, environment: dict[str, str], *, opens: bool
+) -> None:
+    """With the cache of keys, which is on at first, a key reaches all memory of the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", REGISTER],
+        env=os.environ
+        | {"TRIGGERKV_LIBFABRIC": str(build()), "SOFT_CASSINI_KEY_CACHE_STAYS": stays}
+        | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (done.stdout == "4096\n") is opens, done.stderr
+    assert ("FI_CXI_PROV_KEY_CACHE=0" in done.stderr) is not opens
 
 
 def test_concurrent_builds_all_get_the_same_complete_file(tmp_path: Path) -> None:

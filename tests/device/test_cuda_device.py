@@ -94,6 +94,15 @@ def test_a_graph_continues_counting_at_each_launch(cuda: FakeCuda) -> None:
     graph_counts_on(cuda)
 
 
+def test_a_capture_that_ends_in_an_error_leaves_no_graph(cuda: FakeCuda) -> None:
+    stream = cuda.open_stream()
+    with pytest.raises(KeyError), cuda.capture(stream):
+        raise KeyError(stream)
+    with cuda.capture(stream) as graph:
+        cuda.copy(stream, [])
+    graph.launch(stream)
+
+
 def test_a_graph_of_the_host_device_continues_counting_too() -> None:
     graph_counts_on(HostDevice())
 

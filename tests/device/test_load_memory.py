@@ -86,17 +86,25 @@ def test_blocks_arrive_in_the_devices_memory_and_are_exact(node: NodeProcess, se
 
 @on_cassini
 @pytest.mark.node("shared")
-@pytest.mark.parametrize("what", ["allocate", "register"])
-def test_a_device_without_memory_to_spare_loads_through_the_host(node: NodeProcess, what: str) -> None:
-    class Full(HostDevice):
+@pytest.mark.parametrize("what", ["allocate", "register", "see"])
+def test_a_device_into_which_the_node_can_not_write_loads_through_the_host(
+    node: NodeProcess, what: str
+) -> None:
+    class Unable(HostDevice):
+        def see_arrivals(self) -> None:
+            if what == "see":
+                raise DeviceError("cuFlushGPUDirectRDMAWrites failed: operation not supported (801).")
+            super().see_arrivals()
+
         def allocate(self, length: int) -> Any:
             if what == "allocate":
                 raise DeviceError("cuMemAlloc_v2 failed: out of memory (2).")
             memory = super().allocate(length)
-            memory.address = address_of(memory.here)  # no device's memory, as far as the NIC knows
+            if what == "register":
+                memory.address = address_of(memory.here)  # no device's memory, as far as the NIC knows
             return memory
 
-    device = Full()
+    device = Unable()
     engine = Engine(node, SHAPE, device)
     assert ", through page-locked memory: " in engine.transport.name
     assert not device._own

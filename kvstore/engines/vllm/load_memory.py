@@ -58,6 +58,7 @@ class LoadMemory(Handle):
     def _take_own(self, fabric: Fabric, length: int) -> None:
         own = self._device.allocate(length)
         try:
+            self._device.see_arrivals()  # so that a device that can't is found out now
             self.region = _registered(fabric, own.address, length, self._device.index)
         except KvError:
             own.close()
