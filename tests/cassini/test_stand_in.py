@@ -48,7 +48,9 @@ with Fabric("cxi", address="127.0.0.1") as fabric, fabric.open_endpoint() as end
 """
 
 
-@pytest.mark.parametrize(("stays", "environment", "opens"), [("0", {}, True), ("1", {}, False), ("1", OFF, True)])
+@pytest.mark.parametrize(
+    ("stays", "environment", "opens"), [("0", {}, True), ("1", {}, False), ("1", OFF, True)]
+)
 def test_a_fabric_opens_only_if_its_keys_are_confined(
     stays: str, environment: dict[str, str], *, opens: bool
 ) -> None:
