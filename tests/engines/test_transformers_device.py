@@ -21,7 +21,7 @@ from kvstore.engines import device_release  # noqa: E402
 from kvstore.engines.transformers import CacheStore, device_copies, moving  # noqa: E402
 from kvstore.engines.transformers.copies import scatter  # noqa: E402
 from kvstore.engines.transformers.token_blocks import pieces  # noqa: E402
-from kvstore.errors import DeviceError, NodeUnavailable  # noqa: E402
+from kvstore.errors import DeviceError, LayoutError, NodeUnavailable  # noqa: E402
 from kvstore.miss import MissReason  # noqa: E402
 from nic_offload.device import Copy  # noqa: E402
 from nic_offload.host_device import HostDevice  # noqa: E402
@@ -186,6 +186,17 @@ def test_copies_of_a_load_run_after_earlier_work_on_their_target_and_before_late
     assert set(earlier) == {b"\0"}
     assert later == [b"k" * 4096]
     copies.close()
+
+
+def test_a_cache_on_several_devices_is_refused(node: NodeProcess) -> None:
+    """The copies wait for the work of one device only."""
+    model, tokens, live = _computed("full", 100)
+    live.layers[2].values = live.layers[2].values.to("meta")
+    with (
+        CacheStore(node.target, model, block_tokens=16, device=HostDevice()) as store,
+        pytest.raises(LayoutError, match="Layer 2 of the cache is on meta, and the model on cpu"),
+    ):
+        store.session("ada", "two devices").save(live, tokens)
 
 
 class _Refusing(HostDevice):

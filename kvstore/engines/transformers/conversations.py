@@ -12,8 +12,9 @@ token to be computed. A node's failure never raises: `resume` returns less, or n
 what was not stored. A caller's mistake is raised.
 
 What it doesn't do: batches (a session is one sequence), caches that are quantised or of fixed size, layers with a
-recurrent state. If the model is on a GPU, its copy engine moves the blocks through page-locked memory, and a store
-behind them fires their puts (`device_copies`); if the GPU can't, the CPU copies. It has never run on a GPU.
+recurrent state, models on several devices. If the model is on a GPU, its copy engine moves the blocks through
+page-locked memory, and a store behind them fires their puts (`device_copies`); if the GPU can't, the CPU copies. It has
+never run on a GPU.
 """
 
 from __future__ import annotations
@@ -225,7 +226,8 @@ class CacheStore:
         for number, (layer, shape) in enumerate(zip(cache.layers, self.shapes.layers, strict=True)):
             kept = cached_tokens if shape.window is None else min(cached_tokens, shape.window - 1)
             for tensor, numbers in ((layer.keys, shape.k_numbers), (layer.values, shape.v_numbers)):
-                _check_tensor(number, tensor, (1, shape.heads, kept, numbers), self.shapes.dtype)
+                expected = (1, shape.heads, kept, numbers)
+                _check_tensor(number, tensor, expected, self.shapes.dtype, self._device)
 
     def close(self) -> None:
         """Release the node; another thread's save or resume ends with an error.
@@ -391,8 +393,16 @@ def _miss(error: KvError) -> Miss:
 
 
 def _check_tensor(
-    number: int, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+    number: int,
+    tensor: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape:
         found = "nothing" if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
         raise LayoutError(f"Layer {number} of the cache has {found}, and the model {shape} of {dtype}.")
+    if tensor.device != device:  # its copies would not wait for that device's work
+        raise LayoutError(
+            f"Layer {number} of the cache is on {tensor.device}, and the model on {device}: load it on one device."
+        )
