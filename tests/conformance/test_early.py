@@ -104,7 +104,10 @@ def test_words_have_all_64_bits(stage: Stage, gate: Gate) -> None:
     if stage.backend.nic_counts:
         pytest.skip("a counter of the NIC has 48 bits")
     stage.there.arm(stage.there.notify(1, 1, 7, fires=(gate.counter, 1 << 63)))
+    stage.there.arm(stage.there.notify(2, 2, 7, fires=(gate.counter, 5)))
+    stage.settle(gate)
     gate.raise_to((1 << 63) - 1)
+    lands(stage.far.word(2), 7)  # also if a NIC held it, whose counter has fewer bits
     stage.settle(gate)
     assert stage.far.word(1).load() == 0
     gate.raise_to(1 << 63)

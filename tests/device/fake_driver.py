@@ -2,7 +2,8 @@
 """A stand-in for the CUDA driver's library: its functions, over the streams of a host device.
 
 What always holds: calls that need a context fail without one on their thread, as the driver's do; handles that were
-never given out, or are destroyed, are refused. What it doesn't do: what only a GPU can show.
+never given out, or are destroyed, are refused; so is giving back what queued work may need. What it doesn't do: what
+only a GPU can show.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class FakeDriver:
         self.code_of_copy = 0
         self.memory: dict[int, Any] = {}
         self.registered: dict[int, int] = {}
+        self.io_memory: set[int] = set()  # of these
         self.retained = 0
         self._local = threading.local()
         self._things: dict[int, Any] = {0: self.host.compute}
@@ -120,6 +122,9 @@ class FakeDriver:
             text, {MEMORY: b"out of memory", ILLEGAL: b"an illegal memory access"}.get(code, b"an error")
         )
 
+    def _expect_idle(self) -> None:
+        assert not any(stream.work for stream in self.host._streams), "work is queued"
+
     # --- streams and events
 
     def queue(self, stream: int, work: Callable[[], bool]) -> int:
@@ -134,6 +139,7 @@ class FakeDriver:
         return self.new(stream, self.host.open_stream())
 
     def cuStreamDestroy_v2(self, stream: int) -> int:
+        self._expect_idle()
         del self._things[stream]
         return 0
 
@@ -165,9 +171,12 @@ class FakeDriver:
         if self.code_of_copy == MEMORY:
             return MEMORY
         self.registered[start] = length
+        if flags == 6:
+            self.io_memory.add(start)
         return 0
 
     def cuMemHostUnregister(self, start: int) -> int:
+        self._expect_idle()
         del self.registered[start]
         return 0
 
@@ -199,6 +208,7 @@ class FakeDriver:
         return 0
 
     def cuMemFree_v2(self, address: int) -> int:
+        self._expect_idle()
         del self.memory[address]
         return 0
 

@@ -152,6 +152,26 @@ def test_what_a_nic_wrote_is_flushed_unless_the_gpu_keeps_its_order(*, in_order:
     device.close()
 
 
+@pytest.mark.parametrize("what", ["mapped memory", "the device's memory", "the device"])
+def test_what_queued_work_needs_is_given_back_once_it_is_done(driver: FakeDriver, what: str) -> None:
+    device, memory, source = FakeCuda(driver), mmap.mmap(-1, 4096), (ctypes.c_ubyte * 64)(*range(64))
+    own, stream = device.allocate(4096), device.open_stream()
+    mapped = device.map(address_of(memory), 4096)
+    device.copy(stream, [Copy(address_of(memory), ctypes.addressof(source), 64)])
+    {"mapped memory": mapped, "the device's memory": own, "the device": device}[what].close()
+    assert memory[:64] == bytes(range(64))
+
+
+def test_a_doorbell_is_mapped_as_io_memory_and_a_flag_is_not(cuda: FakeCuda, driver: FakeDriver) -> None:
+    with (
+        FlagWords.create(1) as flag,
+        FlagWords.create(1) as doorbell,
+        cuda.map(flag[0].address, 8),
+        cuda.map(doorbell[0].address, 8, io_memory=True),
+    ):
+        assert driver.io_memory == {doorbell[0].address & -mmap.PAGESIZE}
+
+
 def test_after_a_reset_every_call_is_an_error_without_a_crash(cuda: FakeCuda, driver: FakeDriver) -> None:
     stream, event = cuda.open_stream(), cuda.record(0)
     driver.is_reset = True
