@@ -158,7 +158,8 @@ def test_what_queued_work_needs_is_given_back_once_it_is_done(driver: FakeDriver
     own, stream = device.allocate(4096), device.open_stream()
     mapped = device.map(address_of(memory), 4096)
     device.copy(stream, [Copy(address_of(memory), ctypes.addressof(source), 64)])
-    {"mapped memory": mapped, "the device's memory": own, "the device": device}[what].close()
+    parts: dict[str, Any] = {"mapped memory": mapped, "the device's memory": own, "the device": device}
+    parts[what].close()
     assert memory[:64] == bytes(range(64))
 
 
