@@ -24,6 +24,7 @@ from kvstore.engines.transformers.token_blocks import pieces  # noqa: E402
 from kvstore.errors import DeviceError, LayoutError, NodeUnavailable  # noqa: E402
 from kvstore.miss import MissReason  # noqa: E402
 from nic_offload.device import Copy  # noqa: E402
+from nic_offload.errors import NoMemory  # noqa: E402
 from nic_offload.host_device import HostDevice  # noqa: E402
 from tests.device.tensors import running  # noqa: E402
 from tests.engines.test_transformers import _model, _run, _same, _tokens  # noqa: E402
@@ -316,6 +317,21 @@ def test_a_node_that_is_away_is_a_miss_while_copies_are_pending(
         assert back.miss is not None
         assert (back.tokens, back.cache.get_seq_length(), back.miss.reason) == (0, 0, MissReason.NODE_AWAY)
         device.run()
+
+
+def test_a_new_home_with_which_memory_can_not_be_registered_is_a_miss(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens, live = _computed("full", 100)
+    with CacheStore(node.target, model, block_tokens=16) as store:
+        chat = store.session("ada", "moved")
+        assert chat.save(live, tokens).error is None
+        with monkeypatch.context() as patched:
+            patched.setattr(moving.Mover, "region_at", _raises(NoMemory("There is no memory to register.")))
+            back = chat.resume(_tokens(101))
+        assert back.miss is not None
+        assert (back.tokens, back.cache.get_seq_length(), back.miss.reason) == (0, 0, MissReason.NODE_AWAY)
+        assert _same(chat.resume(_tokens(101)).cache, live)
 
 
 def test_a_refusing_device_stores_and_resumes_nothing_and_the_chat_continues(

@@ -290,10 +290,9 @@ class ChatSession:
         wanted = wanted[: usable(self._store.shapes, wanted)]
         try:
             cache, here, miss = self._store.fetched(self._session.user, wanted, self._notes)
-        except (DeviceError, CudaUnavailable) as error:
+        except KvError as error:
             log.warning("A conversation is not resumed: %s", error)
-            cache, here = DynamicCache(config=self._store.config), 0
-            miss = Miss(MissReason.UNREADABLE, str(error))
+            cache, here, miss = DynamicCache(config=self._store.config), 0, _miss(error)
         if self._notes is not None:
             blocks = sum(piece.end <= here for piece in wanted)
             all_tokens = wanted[-1].end if wanted else 0
@@ -388,8 +387,9 @@ def _why(saved: _Known, tokens: int) -> str:
 
 
 def _miss(error: KvError) -> Miss:
-    reason = MissReason.BUSY if isinstance(error, Overloaded) else MissReason.NODE_AWAY
-    return Miss(reason, str(error))
+    if isinstance(error, (DeviceError, CudaUnavailable)):
+        return Miss(MissReason.UNREADABLE, str(error))
+    return Miss(MissReason.BUSY if isinstance(error, Overloaded) else MissReason.NODE_AWAY, str(error))
 
 
 def _check_tensor(
