@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from operator import attrgetter, index
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvstore.client.blocks import Block, pieces_of, regions_of, whole_of
-from kvstore.config import show_size
+from kvstore.config import counted, show_size
 from kvstore.durability import Durability
 from kvstore.errors import InvalidArgument, NotRegistered
 from kvstore.limits import (
@@ -78,6 +79,7 @@ def check_keys(keys: Sequence[bytes]) -> None:
     check_list(keys, "keys")
     try:
         is_good = len(b"".join(keys)) == KEY_BYTES * len(keys)  # 10 ns a key
+        is_good &= list(map(type, keys)).count(bytes) == len(keys)  # and not a bytearray; 15 ns
     except TypeError:
         is_good = False
     if not is_good:
@@ -99,7 +101,9 @@ def check_lengths(lengths: Sequence[int] | None, keys: Sequence[bytes]) -> None:
         return
     check_list(lengths, "lengths")
     if lengths and len(lengths) != len(keys):
-        raise InvalidArgument(f"Each key needs its length: {len(keys)} keys, {len(lengths)} lengths.")
+        raise InvalidArgument(
+            f"Each key needs its length: {counted(len(keys), 'key')}, {counted(len(lengths), 'length')}."
+        )
     for length in lengths:
         check_number(_LENGTH, length, 64)
 
@@ -131,8 +135,10 @@ def checked_puts(blocks: Iterable[tuple[bytes, Data]]) -> Iterator[tuple[bytes, 
 def view_of(data: Data) -> memoryview:
     """A block's bytes, its pieces joined."""
     try:
-        view = memoryview(b"".join(data) if isinstance(data, (list, tuple)) else data).cast("B")
-    except TypeError:
+        if isinstance(data, (list, tuple)):
+            data = b"".join(map(_plain, data))
+        view = _plain(data).cast("B")
+    except (TypeError, ValueError, BufferError):
         raise InvalidArgument("A block's data is contiguous bytes, or a list of such pieces.") from None
     if not BLOCK_BYTES_MIN <= len(view) <= BLOCK_BYTES_MAX:
         raise InvalidArgument(f"A block has 1 byte to {show_size(BLOCK_BYTES_MAX)}, not {len(view)} bytes.")
@@ -142,8 +148,8 @@ def view_of(data: Data) -> memoryview:
 def check_buffer(memory: object) -> None:
     """Raise for anything but memory that gets can write to."""
     try:
-        view = memoryview(memory)  # type: ignore[arg-type]
-    except TypeError:
+        view = _plain(memory)
+    except (TypeError, ValueError):
         kind = type(memory).__name__
         raise InvalidArgument(
             f"Memory to register is a writable buffer, such as a bytearray, not {kind}."
@@ -157,6 +163,16 @@ def check_buffer(memory: object) -> None:
         )
     if not view.c_contiguous:
         raise InvalidArgument("Memory to register is contiguous; this has gaps between its elements.")
+
+
+def _plain(memory: Any) -> memoryview:
+    """Its bytes. Raises for an array of Python's objects, whose bytes are references."""
+    view = memoryview(memory)
+    if "O" in view.format and "O" in re.sub(":[^:]*:", "", view.format):  # such as `T{i:Old:O:new:}`
+        raise InvalidArgument(
+            "An array of Python objects can't be stored: its bytes are only references to them."
+        )
+    return view
 
 
 def _pair(given: Any, other: str) -> tuple[Any, Any]:

@@ -448,10 +448,10 @@ class Client(Handle):
         return self._blocks.explain(keys)
 
     def pin(self, keys: Sequence[bytes], *, time_to_live_ms: int = 0) -> Pin:
-        """Protect blocks from eviction until the pin is closed or expires; 0 is the node's default.
+        """Protect blocks from eviction until the pin is closed or expires: after 30 s by default, ten minutes at most.
 
-        The node allows at most ten minutes and a bounded share of its drives. Beyond that it raises Overloaded and
-        nothing is pinned. A pin does not prevent deletion or expiry.
+        Beyond a bounded share of the node's drives this raises Overloaded, and nothing is pinned. A pin does not
+        prevent deletion or expiry.
 
         >>> with client.pin([key], time_to_live_ms=60_000) as pin:
         ...     pin.pinned

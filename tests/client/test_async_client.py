@@ -181,7 +181,7 @@ def test_the_nodes_statistics_and_events_are_visible(node: NodeProcess) -> None:
             seen = [event.what async for event in aiter_until(events, "DELETED", key)]
             assert seen == ["STORED", "DELETED"]
             await events.aclose()
-            assert [event async for event in client.watch(timeout_s=0.2) if event is not None] == []
+            assert [event async for event in client.watch(timeout_s=1) if event is not None] == []
 
     async def aiter_until(
         events: AsyncIterator[Happened | None], what: str, wanted: bytes

@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from kvstore.client import AsyncClient, Block, Client, ClusterClient, Hit, Nodes
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 KEY = bytes(range(32))
 NO_LISTS: list[Any] = ["text", "k" * 32, KEY, bytearray(KEY), None, 5, {KEY}, iter([KEY])]
-NO_KEYS: list[Any] = [["k" * 32], [KEY, None], [b"short"], [[KEY]]]
+NO_KEYS: list[Any] = [["k" * 32], [KEY, None], [b"short"], [[KEY]], [KEY, bytearray(KEY)], [memoryview(KEY)]]
 NO_PUTS: list[Any] = [
     "text",
     [KEY],
@@ -108,7 +109,7 @@ def test_grpc_puts_and_gets_take_pairs(client: Client) -> None:
         assert "block" in says(client.put_inline, key, data)
     for wrong in NO_GETS:
         assert says(client.get_many_inline, wrong)
-    assert "2 keys, 1 lengths" in says(client.exists, [KEY, KEY], lengths=[1])
+    assert "2 keys, 1 length" in says(client.exists, [KEY, KEY], lengths=[1])
     assert "list of lengths" in says(client.exists, [KEY], lengths=5)
     assert "user is a str" in says(client.session, b"ada", "chat")
 
@@ -122,6 +123,29 @@ def test_a_layout_memory_or_key_part_of_another_type_is_named_in_the_error(clien
     for data in (b"", bytes(BLOCK_BYTES_MAX + 1)):
         assert f"not {len(data)}" in says(client.put_inline, KEY, data)
         assert f"not {len(data)}" in says(client.put_many_inline, [(KEY, data)])
+
+
+@pytest.mark.parametrize("kind", ["O", [("number", "i4"), ("Object", "O")]])
+def test_references_to_python_objects_are_no_bytes(client: Client, kind: Any) -> None:
+    """A get would overwrite them, and the interpreter would crash later."""
+    objects = np.zeros(4, dtype=kind)
+    before = client.calls
+    for take in (client.register, partial(client.put_inline, KEY)):
+        assert "an array of python objects" in says(take, objects).lower()
+    assert client.calls == before
+    assert "an array of python objects" in says(client.put_many_inline, [(KEY, [b"x", objects])]).lower()
+
+
+def test_arrays_of_numbers_are_bytes_whatever_their_fields_are_called(client: Client) -> None:
+    for number, kind in enumerate([">i4", "f2", "U3", [("Object", "i4"), ("O", "f8")]]):
+        array = np.ones(4, dtype=kind)
+        key = block_key(b"array", bytes([number]))
+        client.put_inline(key, array)
+        assert client.get_inline(key, array.nbytes) == array.tobytes()
+        client.register(array).close()
+    assert "contiguous" in says(
+        client.put_inline, KEY, np.zeros(4, dtype="M8[s]")
+    )  # which NumPy shows to nobody
 
 
 def test_an_exception_of_the_callers_iterator_is_raised_by_the_put(client: Client) -> None:
@@ -290,7 +314,12 @@ def test_a_timeout_is_not_negative(client: Client) -> None:
                 words = f"timeout_s is 0 or more seconds, not {timeout_s}."
                 assert words in says(call, *given, timeout_s=timeout_s)
     assert client.status(wait_s=0).node
-    assert not any(client.watch(timeout_s=0))
+
+
+def test_a_watch_that_does_not_begin_in_its_time_is_an_error(client: Client) -> None:
+    """Else it would look like one in which nothing happened."""
+    with pytest.raises(DeadlineExceeded, match="Watching"):
+        list(client.watch(timeout_s=0))
 
 
 def test_the_words_are_not_one_of_them(client: Client) -> None:
