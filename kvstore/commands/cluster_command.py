@@ -234,7 +234,7 @@ def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
         print(json.dumps(said))  # noqa: T201
     elif reported.left > reported.unsure:
         left = reported.left - reported.unsure
-        print(f"{node} has {left} blocks for which the others have no room: add a node.")  # noqa: T201
+        print(f"{node} has {counted(left, 'block')} for which the others have no room: add a node.")  # noqa: T201
     elif reported.unsure:
         print(  # noqa: T201
             f"The other nodes have all blocks of {node} except {reported.unsure} that may have been deleted while it"

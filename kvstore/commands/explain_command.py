@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from kvcli.running import Status
 from kvstore.client import Client
 from kvstore.commands.cluster_command import zones
-from kvstore.config import printable, show_size
+from kvstore.config import counted, printable, show_size
 from kvstore.errors import KvError
 from kvstore.explanations import ASKED, advice, lookup_document, numbered, outcome_text, placed
 from kvstore.limits import CLUSTER_CALLS_AT_ONCE, LOOKUPS_LISTED_MAX
@@ -135,7 +135,7 @@ def page(reported: LookedUp, statistics: StatisticsResponse) -> str:
 
 
 def _lookup_lines(lookup: Lookup, first: int, now_ms: int) -> Iterator[str]:
-    asked = ASKED[lookup.kind].format(_blocks(lookup.blocks))
+    asked = ASKED[lookup.kind].format(counted(lookup.blocks, "block"))
     who = ", reported by the client" if lookup.by_caller else ""
     yield f"  {_date(lookup.at_unix_ms)}  {asked}{who}"
     rows = [
@@ -168,10 +168,6 @@ def _times(lookup: Lookup) -> str:
 
 def _span(first: int, blocks: int) -> str:
     return f"block {first}" if blocks == 1 else f"blocks {first}-{first + blocks - 1}"
-
-
-def _blocks(count: int) -> str:
-    return "1 block" if count == 1 else f"{count} blocks"
 
 
 def _ms(us: int) -> str:

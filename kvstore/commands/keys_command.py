@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from kvcli.progress import bars
 from kvcli.running import Status
 from kvstore.commands.keyring_check import marks_of
-from kvstore.config import show_size
+from kvstore.config import counted, show_size
 from kvstore.errors import ConfigError
 from kvstore.limits import TENANT_BYTES
 from kvstore.sealing.keyring import Keyring
@@ -206,14 +206,14 @@ def _rotate_tenant(data: Path, option: str, wanted: bytes | None) -> int:
             shown = _proof(data, option, node.challenge)
             named = None if wanted is None else wanted.hex()
             for tenant, count in node.ask(do="rotate-tenant", tenant=named, proof=shown).items():
-                _print(f"{tenant}: {count} keys wrapped by a new key")
+                _print(f"{tenant}: {counted(count, 'key')} wrapped by a new key")
         return 0
     with _opened(data, option) as keyring:
         known = [one for one, _ in keyring.status().tenants]
         if wanted is not None and wanted not in known:
             raise ConfigError(f"The keyring has no tenant {wanted.hex()}; `kvstore keys status` lists them.")
         for one in known if wanted is None else [wanted]:
-            _print(f"{one.hex()}: {keyring.rotate_tenant(one)} keys wrapped by a new key")
+            _print(f"{one.hex()}: {counted(keyring.rotate_tenant(one), 'key')} wrapped by a new key")
     return 0
 
 

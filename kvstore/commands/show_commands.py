@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from kvstore.config import printable, show_size, show_time
+from kvstore.config import counted, printable, show_size, show_time
 from kvstore.miss import MissReason
 from kvstore.wire import blocks_pb2
 
@@ -64,8 +64,14 @@ def encryption_line(status: StatusResponse) -> str:
         return "off: stored data is in the clear on the drives (kvstore serve --master-key)"
     if not status.master_key:
         return "on"
-    damaged = f", {status.keys_damaged} slots damaged (kvstore keys status)" if status.keys_damaged else ""
-    return f"on, {status.keys} keys, sealed with master key {printable(status.master_key)}{damaged}"
+    damaged = (
+        f", {counted(status.keys_damaged, 'slot')} damaged (kvstore keys status)"
+        if status.keys_damaged
+        else ""
+    )
+    return (
+        f"on, {counted(status.keys, 'key')}, sealed with master key {printable(status.master_key)}{damaged}"
+    )
 
 
 def numbers(statistics: StatisticsResponse) -> dict[str, object]:

@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING, TextIO
 
 from kvstore.commands.show_commands import encryption, encryption_line, evictions, parts, reasons
-from kvstore.config import printable, show_size, show_time
+from kvstore.config import counted, printable, show_size, show_time
 from kvstore.errors import DeadlineExceeded, NodeUnavailable
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def view(figures: dict[str, object], node: str, encrypts: str) -> str:
         "triggers": parts(at.of("triggers")),
         "queues": parts(queues),
         "memory": _bar(memory["kept_bytes"], memory["bytes"]),
-        "drives": f"{_bar(used_bytes, drives['bytes'])}, {drives['blocks']} blocks{state}",
+        "drives": f"{_bar(used_bytes, drives['bytes'])}, {counted(drives['blocks'], 'block')}{state}",
         "encryption": encrypts,
     }
     head = f"node {printable(node)}, up {up}, {connections} attached; the last {seconds:.1f} s"

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from kvcli.running import Status
-from kvstore.config import printable, show_size
+from kvstore.config import counted, printable, show_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,7 +68,7 @@ def _by(seen: Seen) -> str:
 
 
 def _row(seen: Seen, first_ns: int) -> tuple[str, ...]:
-    details = [f"{seen.tokens} tokens"] if seen.tokens else []
+    details = [counted(seen.tokens, "token")] if seen.tokens else []
     details += [printable(seen.detail)] if seen.detail else []
     return (
         str(seen.step.number),

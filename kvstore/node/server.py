@@ -20,7 +20,7 @@ import grpc
 from kvcli.version import VERSION
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Member
-from kvstore.config import show_size
+from kvstore.config import counted, show_size
 from kvstore.config_files import read_pem
 from kvstore.endpoints import ONE_CONNECTION
 from kvstore.errors import ConfigError, KvError
@@ -264,7 +264,7 @@ def _guard_connections(node: Node, gate: Gate, port: int, clients: Sequence[Netw
 def _drives_shown(store: Store) -> str:
     states = store.drive_states()
     away = [str(state.number) for state in states if state.statistics is None]
-    shown = "1 drive" if len(states) == 1 else f"{len(states)} drives"
+    shown = counted(len(states), "drive")
     return f"{shown} without drive {' and '.join(away)}" if away else shown
 
 

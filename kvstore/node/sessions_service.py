@@ -14,6 +14,7 @@ import logging
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+from kvstore.config import counted
 from kvstore.durability import Durability
 from kvstore.errors import KvError, NoSession, Overloaded, ProtocolError, StorageError, WrongEpoch
 from kvstore.limits import (
@@ -92,7 +93,7 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 Step.APPENDED,
                 len(request.keys),
                 tokens=request.tokens,
-                detail=f"{item.durability.name.lower()}, the session has {blocks} blocks",
+                detail=f"{item.durability.name.lower()}, the session has {counted(blocks, 'block')}",
             )
             return pb.AppendSessionResponse(blocks=blocks)
         raise AssertionError

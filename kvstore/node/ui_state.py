@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvstore.cluster.map import DRAINING
+from kvstore.config import counted
 from kvstore.errors import ProtocolError, TenantDenied
 from kvstore.explanations import ASKED, advice, lookup_document, outcome_text, placed
 from kvstore.limits import (
@@ -111,12 +112,12 @@ def state(
         },
         "tiers": [
             _tier("landing memory", node.landing.total, LANDING_BYTES_MAX, "given to clients to put into"),
-            _tier("hot memory", memory.kept_bytes, memory.capacity_bytes, f"{memory.kept} blocks"),
+            _tier("hot memory", memory.kept_bytes, memory.capacity_bytes, counted(memory.kept, "block")),
             _tier(
                 "drives",
                 store.capacity_bytes - store.free_bytes,
                 store.capacity_bytes,
-                f"{store.blocks} blocks",
+                counted(store.blocks, "block"),
             ),
             *(
                 [_tier("quota", quota.used_bytes, quota.bytes_max, name or asking.name)]
@@ -212,7 +213,7 @@ def misses(node: Node, asking: Tenant, tenant: bytes, reason: MissReason | None)
     shown = []
     for one, first in placed(lookups[::-1]):
         document = lookup_document(one, first)
-        document["asked"] = ASKED[one.kind].format("1 block" if one.blocks == 1 else f"{one.blocks} blocks")
+        document["asked"] = ASKED[one.kind].format(counted(one.blocks, "block"))
         document["sentences"] = [outcome_text(run, one, now_ms) for run in one.runs]
         shown.append(document)
     return {

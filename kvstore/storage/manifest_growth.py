@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvstore.config import counted
 from kvstore.errors import SessionRefused, StorageError
 from kvstore.limits import (
     SESSION_BLOCKS_MAX,
@@ -35,7 +36,7 @@ def appended(manifest: Manifest, item: SessionItem, owner: bytes) -> Growth:
     """Append a turn, or the rest of one; keys that fill a chunk become one."""
     if item.first_block is not None and item.first_block != manifest.blocks:
         raise SessionRefused(
-            f"The session has {manifest.blocks} blocks, and these were to follow block {item.first_block}."
+            f"The session has {counted(manifest.blocks, 'block')}, and these were to follow block {item.first_block}."
         )
     new, written = yield from longer(manifest, item.keys, owner)
     turns = list(manifest.turns)
@@ -79,7 +80,7 @@ def longer(manifest: Manifest, keys: Sequence[bytes], owner: bytes) -> Growth:
 def refuse_longer(wanted: int, blocks: int) -> None:
     """Refuse to keep more of a session than it has."""
     if not 0 <= wanted <= blocks:
-        raise SessionRefused(f"The session has {blocks} blocks, fewer than {wanted}.")
+        raise SessionRefused(f"The session has {counted(blocks, 'block')}, fewer than {wanted}.")
 
 
 def first_blocks(

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from sim.output import counted
 from sim.replay.catalogue import Catalogue, policy_maker
 from sim.replay.kv_homes import homes, lot_of
 from sim.units import OutOfRange
@@ -89,7 +90,7 @@ class MachineProfile:
         medians = self._medians[kind, clients]
         counts, sizes = (sorted({shape[i] for shape in medians}) for i in (0, 1))
         if not (counts[0] <= blocks <= counts[-1] and sizes[0] <= block_bytes <= sizes[-1]):
-            what = f"of {blocks} blocks of {block_bytes} B"
+            what = f"of {counted(blocks, 'block')} of {block_bytes} B"
             accepted = f"{counts[0]} to {counts[-1]} blocks of {sizes[0]} to {sizes[-1]} B"
             raise OutOfRange(f"an operation ({kind})", what, "blocks that were measured", accepted)
         row, across = _place(counts, blocks)

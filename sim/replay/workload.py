@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from sim.output import counted
 from sim.parameter_files import open_text
 from sim.units import OutOfRange, require
 
@@ -84,7 +85,7 @@ def _mooncake(path: Path, block_tokens: int) -> Iterator[Request]:
                     path, line, "with a block or a user out of range", f"with numbers from 0 to {_NUMBERS:g}"
                 )
             if len(blocks) != -(-tokens // block_tokens):
-                what = f"of {tokens} tokens in {len(blocks)} blocks"
+                what = f"of {counted(tokens, 'token')} in {counted(len(blocks), 'block')}"
                 accepted = f"with one of hash_ids for every {block_tokens} tokens (--block-tokens)"
                 raise _bad(path, line, what, accepted)
             whole = tokens // block_tokens

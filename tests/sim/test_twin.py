@@ -82,7 +82,7 @@ def test_the_same_load_gives_the_same_times_spread_around_their_median_as_measur
     ("load", "message"),
     [
         (Load([_gets([1])] * 5, KIB, HOME, 10), r"clients is 5; it takes clients that were measured"),
-        (Load([_gets([1])], 8 * KIB, HOME, 10), "of 1 blocks of 8192 B; it takes blocks that were measured"),
+        (Load([_gets([1])], 8 * KIB, HOME, 10), "of 1 block of 8192 B; it takes blocks that were measured"),
         (Load([_gets(list(range(10)))], KIB, HOME, 10), "of 10 blocks of 1024 B; it takes blocks"),
     ],
 )

@@ -63,7 +63,7 @@ def test_without_sessions_nothing_is_shared(tmp_path: Path) -> None:
         (
             "t.jsonl",
             LINE % (0, 1, "[1]") + LINE % (1, 513, "[1]"),
-            "t.jsonl:2 is of 513 tokens in 1 blocks; it",
+            "t.jsonl:2 is of 513 tokens in 1 block; it",
         ),
         (
             "t.jsonl",

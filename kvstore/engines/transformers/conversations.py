@@ -30,6 +30,7 @@ from kvstore.client import Arrivals, Client, Nodes
 from kvstore.client.map_follower import is_in_cluster
 from kvstore.client.resuming import Resumed as Outcome
 from kvstore.client.transfer_watch import watched_by
+from kvstore.config import counted
 from kvstore.engines.stores import is_about_domains
 from kvstore.engines.transformers.copies import Gathered, scatter, torch_errors
 from kvstore.engines.transformers.device_copies import DeviceCopies, DeviceGathered
@@ -312,7 +313,7 @@ class ChatSession:
         """Store the rest of the cache as a turn. `tokens` includes those it was computed from."""
         numbers, cached = _numbers(tokens), cache.get_seq_length()
         if len(numbers) < cached:
-            raise InvalidArgument(f"The cache has {cached} tokens, and {len(numbers)} were given.")
+            raise InvalidArgument(f"The cache has {counted(cached, 'token')}, and {len(numbers)} were given.")
         self._store.check(cache, cached)
         known = 0
         try:
