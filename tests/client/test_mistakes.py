@@ -137,15 +137,14 @@ def test_references_to_python_objects_are_no_bytes(client: Client, kind: Any) ->
 
 
 def test_arrays_of_numbers_are_bytes_whatever_their_fields_are_called(client: Client) -> None:
-    for number, kind in enumerate([">i4", "f2", "U3", [("Object", "i4"), ("O", "f8")]]):
-        array = np.ones(4, dtype=kind)
+    kinds: list[Any] = [">i4", "f2", "U3", [("Object", "i4"), ("O", "f8")]]
+    for number, kind in enumerate(kinds):
+        array: Any = np.ones(4, dtype=kind)
         key = block_key(b"array", bytes([number]))
         client.put_inline(key, array)
         assert client.get_inline(key, array.nbytes) == array.tobytes()
         client.register(array).close()
-    assert "contiguous" in says(
-        client.put_inline, KEY, np.zeros(4, dtype="M8[s]")
-    )  # which NumPy shows to nobody
+    assert "contiguous" in says(client.put_inline, KEY, np.zeros(4, dtype="M8[s]"))  # NumPy hides its bytes
 
 
 def test_an_exception_of_the_callers_iterator_is_raised_by_the_put(client: Client) -> None:
