@@ -41,6 +41,10 @@ class Status(enum.IntEnum):
 class CommandParser(argparse.ArgumentParser):
     """A command's or a subcommand's parser, which shows its own usage for an unknown argument."""
 
+    def __init__(self, **named: Any) -> None:
+        """As argparse's, which would take `--token` for `--token-file`, until another option begins like that."""
+        super().__init__(allow_abbrev=False, **named)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse's, which would leave unknown arguments to the main parser, and report a missing command first."""
         known, unknown = super().parse_known_args(args, namespace)

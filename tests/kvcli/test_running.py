@@ -261,6 +261,21 @@ def test_wrong_usage_ends_with_2(command: tuple[str, ...]) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [(kvstore.cli.main, ["stats", "--token", "x"]), (sim.cli.main, ["kv", "--mod", "x"])],
+    ids=["kvstore", "kvsim"],
+)
+def test_half_an_option_is_none(
+    main: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or `--token SECRET` would be a `--token-file` that doesn't exist."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == Status.USAGE
+    assert f"unrecognized arguments: {arguments[1]} x" in capsys.readouterr().err
+
+
 @BOTH
 def test_the_version_is_the_distributions(command: tuple[str, ...]) -> None:
     assert run(*command, "--version").stdout.split()[1:] == [VERSION]
