@@ -31,7 +31,7 @@ def read_text(path: Path) -> str:
     try:
         return read_file(path).decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: byte {error.start} is not.") from error
+        raise ConfigError(f"{path} is not UTF-8: byte {error.start} is invalid.") from error
 
 
 def read_pem(path: Path, holds: str = "") -> bytes:

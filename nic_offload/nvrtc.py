@@ -59,7 +59,7 @@ def compiled(architecture: int, source: Path = KERNEL_SOURCE) -> Compiled:
     library, program = _library(), ctypes.c_void_p()
     text = source.read_text().encode()
     if code := library.nvrtcCreateProgram(ctypes.byref(program), text, source.name.encode(), 0, None, None):
-        raise CudaUnavailable(f"NVRTC took no program ({code}).")
+        raise CudaUnavailable(f"NVRTC could not create a program ({code}).")
     try:
         options = (ctypes.c_char_p * 2)(b"-std=c++17", b"-arch=sm_%d" % architecture)
         if code := library.nvrtcCompileProgram(program, len(options), options):

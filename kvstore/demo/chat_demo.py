@@ -35,7 +35,7 @@ def run(turns: int, tokens: int, *, as_json: bool = False) -> int:
     needed = {"torch": "torch", "transformers": "transformers", "kvstore.engines": "triggerkv-engines"}
     if missing := [name for module, name in needed.items() if importlib.util.find_spec(module) is None]:
         raise ConfigError(
-            f"kvstore chat needs {' and '.join(missing)}: install triggerkv-engines with the extra transformers."
+            f"kvstore chat needs {', '.join(missing)}: install triggerkv-engines with the extra transformers."
         )
     with tempfile.TemporaryDirectory(prefix="triggerkv-chat-") as folder:
         home = Path(folder)

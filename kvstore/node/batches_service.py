@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 
+from kvstore.config import counted
 from kvstore.durability import Durability
 from kvstore.errors import DomainRequired, KvError, Overloaded, ProtocolError
 from kvstore.limits import (
@@ -330,7 +331,7 @@ class _Puts:
         """Note that the stream has ended."""
         if self._filling is not None:
             raise ProtocolError(
-                f"{self._filling.filled} bytes arrived and {self._filling.name.length} were announced."
+                f"{counted(self._filling.filled, 'byte')} arrived and {self._filling.name.length} were announced."
             )
         self._over = True
         self._changed.set()

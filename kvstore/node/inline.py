@@ -11,7 +11,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvstore.config import shown_apart
+from kvstore.config import counted, shown_apart
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
 from kvstore.limits import CHUNK_BYTES_MAX, HEADER_BYTES, INLINE_CHUNK_BYTES, INLINE_TIMEOUT_MS, PAGE_BYTES
@@ -168,7 +168,7 @@ class InlineBlocks:
             payload[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
         if filled != length:
-            raise ProtocolError(f"{filled} bytes arrived and {length} were announced.")
+            raise ProtocolError(f"{counted(filled, 'byte')} arrived and {length} were announced.")
 
     async def get(self, peer: str, tenant: bytes, key: bytes, fingerprint: bytes, length: int) -> InlineRead:
         """Find a block in memory or read it, and check it."""

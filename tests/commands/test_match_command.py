@@ -130,7 +130,7 @@ def test_rules_that_are_not_utf_8_are_refused(tmp_path: Path, capsys: pytest.Cap
     path = tmp_path / "rules.toml"
     path.write_bytes(b"# \xff")
     assert main(["match", str(path)]) == 2
-    assert "is not UTF-8: byte 2 is not." in capsys.readouterr().err
+    assert "is not UTF-8: byte 2 is invalid." in capsys.readouterr().err
 
 
 def test_a_comma_in_a_value_is_part_of_it() -> None:
