@@ -12,6 +12,7 @@ import codecs
 import enum
 import io
 import os
+import select
 import signal
 import sys
 import threading
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["CommandParser", "Status", "add_commands", "ended_by", "run_command"]
+__all__ = ["CommandParser", "Status", "add_commands", "check_reader", "ended_by", "run_command"]
 
 
 class Status(enum.IntEnum):
@@ -132,6 +133,14 @@ def ended_by(error: Exception, status: Status | None) -> tuple[Status, str] | No
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         return Status.FAILED, f"{where}{error.strerror}."
     return None
+
+
+def check_reader() -> None:
+    """End a command that prints rarely if standard output is a pipe that nobody reads any more."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    if any(events & select.POLLERR for _, events in output.poll(0)):
+        raise BrokenPipeError
 
 
 def _has_output() -> bool:

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvcli.running import Status
+from kvcli.running import Status, check_reader
 from kvstore.commands.node_commands import reach, reach_node
 from kvstore.commands.whole_file import whole_file
 from kvstore.config import counted, printable, show_size
@@ -192,7 +192,9 @@ def _watch(arguments: argparse.Namespace) -> int:
         )
     with _client(arguments, reach(arguments).nodes[0]) as client:
         for event in client.watch(timeout_s=arguments.seconds):
-            if event is not None:
+            if event is None:
+                check_reader()  # or `| head -1` would take one of the tenant's few watchers until the next event
+            else:
                 _say(_line(event), _document(event), arguments)
                 sys.stdout.flush()
     return Status.DONE

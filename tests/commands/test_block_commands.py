@@ -14,6 +14,7 @@ from kvstore.cli import main
 from kvstore.client import Happened
 from kvstore.commands.block_commands import _line, parse_key
 from kvstore.errors import ConfigError
+from kvstore.limits import WATCH_HEARTBEAT_MS
 from kvstore.lookups import HITS, Kind, Outcome
 from kvstore.names import block_key
 from tests.conftest import small_client
@@ -136,6 +137,22 @@ def test_a_watch_shows_events(ours: list[str], file: Path, shared_node: NodeProc
         assert process.wait(30) == Status.TERMINATED
     assert (stored["what"], stored["key"]) == ("STORED", KEY.hex())
     assert (changed["what"], changed["blocks"]) == ("CHANGED", 1)
+
+
+def test_a_watch_ends_when_nobody_reads_it(ours: list[str], shared_node: NodeProcess, tenant: str) -> None:
+    """Without an event: a tenant has few watchers, and the next event may be hours away."""
+    command = [sys.executable, "-m", "kvstore", "watch", "--seconds", "3600", *ours]
+    with (
+        small_client(shared_node.target, tenant=tenant) as client,
+        subprocess.Popen(command, stdout=subprocess.PIPE) as process,
+    ):
+        wait_until(lambda: client.statistics().watchers > 0, "the watch has begun")
+        assert process.stdout is not None
+        process.stdout.close()
+        try:
+            assert process.wait(12 * WATCH_HEARTBEAT_MS / 1000) == Status.DONE
+        finally:
+            process.kill()
 
 
 def test_a_watch_shows_times_like_other_commands() -> None:
