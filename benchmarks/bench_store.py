@@ -201,11 +201,11 @@ def _against_the_drive(form: Form, home: Path, length: int, goal: float | None) 
 def _evicting(form: Form, home: Path, length: int) -> None:
     """Puts that evict other blocks, compared with puts for which there is room."""
     with (
-        Store.open(home / "full", capacity_bytes=3 * _TOTAL, clock=SystemClock()) as full,
-        Store.open(home / "roomy", capacity_bytes=3 * _TOTAL, clock=SystemClock()) as roomy,
+        Store.open(home / "full", capacity_bytes=_CAPACITY, clock=SystemClock()) as full,
+        Store.open(home / "roomy", capacity_bytes=_CAPACITY, clock=SystemClock()) as roomy,
     ):
         pushing, lonely = _Blocks(full, length), _Blocks(roomy, length, forgets=True)
-        for _ in range(4):
+        for _ in range(1 + _CAPACITY // _TOTAL):
             pushing.put_gbps()
         form.compare(
             f"put, {_label(length)}, evicting, against room enough",
