@@ -183,13 +183,13 @@ class Arrivals(Handle):
     >>> nodes = Nodes(["127.0.0.1:7070"], tenant="acme")
     >>> arrivals = Arrivals(nodes, table, tenant="acme")
     >>> chat = arrivals.session("ada", "chat 7")
-    >>> kv = nodes.register(memory)
-    >>> _ = chat.arm([ClusterBlock(key, kv, offset=0, length=4096)]).wait(timeout_s=10)
+    >>> everywhere = nodes.register(memory)
+    >>> _ = chat.arm([ClusterBlock(key, everywhere, offset=0, length=4096)]).wait(timeout_s=10)
     >>> _ = chat.append([key], tokens=16)
     >>> addresses = (0, 0, 0, 0, 0)  # of the connection: both addresses, both ports, the protocol
     >>> request = Request("acme", "ada", "chat 7", "my model", *addresses)
-    >>> there = kv.at(nodes.of("ada"))
-    >>> place = lambda number, key: Block(key, there, offset=0, length=4096)
+    >>> kv = everywhere.at(nodes.of("ada"))
+    >>> place = lambda number, key: Block(key, kv, offset=0, length=4096)
     >>> arrivals.arrived(request, place).whole().is_whole
     True
     """

@@ -128,7 +128,7 @@ def test_a_damaged_slot_is_named_by_receipts_commands_and_lists_of_sessions(
             assert main(["keys", "status", "--data", str(tmp_path / "data")]) == Status.NO
             assert "1 damaged" in capsys.readouterr().out
             assert main(["stats", "--node", node.target]) == Status.DONE
-            assert "1 slots damaged" in capsys.readouterr().out.splitlines()[0]
+            assert "1 slot damaged" in capsys.readouterr().out.splitlines()[0]
         node.stop()
         write(path, {session: row})
         node.start()
