@@ -199,8 +199,7 @@ def test_the_nodes_statistics_and_events_are_visible(node: NodeProcess) -> None:
     ("ours", "its", "left_out"),
     [
         (AsyncClient, Client, {"reserve", "getting"}),
-        # Its `arm` takes no blocks of a cluster, whose client is another one.
-        (AsyncSession, Session, {"arm", "manifest", "reserve", "resuming", "resume_span"}),
+        (AsyncSession, Session, {"manifest", "reserve", "resuming", "resume_span"}),
         (AsyncClusterClient, ClusterClient, set()),
         (AsyncClusterPuts, ClusterPuts, set()),
     ],
@@ -211,8 +210,13 @@ def test_it_has_each_method_of_the_client_with_the_same_parameters(
     methods = {name for name, one in vars(its).items() if isfunction(one) and name[0] != "_"} - left_out
     assert methods <= vars(ours).keys()
     for name in methods:
-        both = [signature(getattr(one, name)).parameters for one in (ours, its)]
-        assert list(both[0].values()) == list(both[1].values()), name
+        both = [list(signature(getattr(one, name)).parameters.values()) for one in (ours, its)]
+        if (ours, name) == (
+            AsyncSession,
+            "arm",
+        ):  # it takes no blocks of a cluster, whose client is another one
+            both = [[one.replace(annotation=None) for one in some] for some in both]
+        assert both[0] == both[1], name
 
 
 def test_grpc_blocks_and_concurrent_calls(node: NodeProcess) -> None:
