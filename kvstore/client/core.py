@@ -401,10 +401,10 @@ class Core(Handle):
         look_s = 0.0
         while True:
             poll.poll(None if self.link is None else STALLED_LOOK_MS)
-            if self._stopping:
-                return
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wake_fd)
+            if self._stopping:  # after the read, which would take the wakeup that says so
+                return
             with self.lock:
                 settling, self._settling = self._settling, []
             while events := fabric.reap():

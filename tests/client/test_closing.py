@@ -14,6 +14,8 @@ from tests.nic_offload.rig import wait_until
 from tests.stopping import stop
 
 if TYPE_CHECKING:
+    import pytest
+
     from kvstore.demo.node_process import NodeProcess
 
 
@@ -39,3 +41,32 @@ def test_closing_a_client_ends_an_attach_to_a_node_that_hangs(node: NodeProcess)
     finally:
         os.kill(node.pid, signal.SIGCONT)
     assert isinstance(failures[0], Closed)
+
+
+def test_a_client_that_is_closed_as_its_pump_wakes_for_another_reason_ends(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, wrote = os.eventfd_read, os.eventfd_write
+    client = Client(node.target)
+    client.attach()
+    pump = client._core._pump
+    closing = threading.Thread(target=client.close, daemon=True)
+    rung = threading.Event()
+
+    def ring(fd: int, value: int) -> None:
+        wrote(fd, value)
+        if threading.current_thread() is closing:
+            rung.set()
+
+    def read_late(fd: int) -> int:
+        if threading.current_thread() is pump and not rung.is_set():
+            closing.start()
+            assert rung.wait(10)
+        return read(fd)
+
+    monkeypatch.setattr(os, "eventfd_write", ring)
+    monkeypatch.setattr(os, "eventfd_read", read_late)
+    wrote(client._core._wake_fd, 1)
+    assert rung.wait(10)
+    closing.join(10)
+    assert not closing.is_alive()
