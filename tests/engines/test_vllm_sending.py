@@ -13,7 +13,14 @@ from kvstore.engines import stores
 from kvstore.engines.vllm.saving import Copied
 from kvstore.engines.vllm.sending import PutSender
 from kvstore.engines.vllm.session_turns import domain_named
-from kvstore.errors import DomainRequired, KvError, NodeUnavailable, NotEncrypted, Overloaded
+from kvstore.errors import (
+    DeadlineExceeded,
+    DomainRequired,
+    KvError,
+    NodeUnavailable,
+    NotEncrypted,
+    Overloaded,
+)
 from kvstore.names import SHARED, UNSAID, domain_of
 
 PAGES = [Copied(bytes([number]) * 32, number * 64, 64) for number in range(8)]
@@ -78,6 +85,22 @@ def test_blocks_that_the_node_had_count_as_stored_and_were_not_sent() -> None:
     client.puts[0].results[1] = PutResult(b"", Durability.WRITTEN, None, already_stored=True)
     client.puts[1].results[0] = PutResult(b"", None, NodeUnavailable("It went away."))
     assert sent.outcome(0) == [True, None, True, True, False, True, True, True]
+
+
+def test_a_put_that_ends_just_after_the_wait_for_it_counts_as_stored() -> None:
+    client = FakeClient()
+    sent = sender(client).send(PAGES)
+    late = client.puts[0]
+    ended = late.results
+
+    def wait(_: float) -> list[PutResult]:
+        results, late.results = late.results, ended
+        late.has_ended = True  # by the time that the caller looks
+        return results
+
+    late.results = [PutResult(b"", None, DeadlineExceeded("The put continues."))] * len(ended)
+    late.wait = wait  # type: ignore[method-assign]
+    assert sent.outcome(0) == [True] * 8
 
 
 def test_no_more_is_armed_than_one_node_has_slots_for() -> None:

@@ -53,10 +53,12 @@ class _Armed:
             if armed is None:
                 results += [False] * objects
                 continue
-            of_part = armed.wait(wait_s)
+            if not armed.has_ended:
+                armed.wait(wait_s)
             if not armed.has_ended and self._clock.monotonic_ns() < self._until_ns:
                 return None
-            results += [_stored(result) for result in of_part]
+            # Asked for only now: a put may have ended after the wait above.
+            results += [_stored(result) for result in armed.wait(0)]
         return results
 
 
