@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kvstore.cluster.etcd import Found
     from kvstore.cluster.etcd_history import EtcdMemory
     from kvstore.cluster.etcd_options import EtcdReach
+    from kvstore.cluster.takeovers import Takeovers
 
 __all__ = ["NO_MAP_DIGEST", "Membership", "digest_of"]
 
@@ -98,7 +99,7 @@ class _Etcd(Protocol):
 class Membership:
     """A node's membership. Used in its event loop only."""
 
-    def __init__(self, etcd: _Etcd, clock: Clock, memory: EtcdMemory) -> None:
+    def __init__(self, etcd: _Etcd, clock: Clock, memory: EtcdMemory, takeovers: Takeovers) -> None:
         self._etcd, self._clock, self.memory = etcd, clock, memory
         self._folder = etcd.reach.folder
         self._unnamed_top: int | None = None  # of a list of a history without a record: its latest change
@@ -111,7 +112,7 @@ class Membership:
         self._lacks_lots = False  # etcd has no record of them, and this node must write it
         self._has_list = asyncio.Event()
         self._early: set[bytes] = set()  # records of nodes of an earlier version, which can't be members
-        self.primacy = Primacy(etcd, clock)  # by what is listed, held back or not
+        self.primacy = Primacy(etcd, clock, takeovers)  # by what is listed, held back or not
         self.outside = "it has not joined yet"  # why it is no member; "" if it is one
         self._away_since_ns: int | None = None
         self._lease = 0

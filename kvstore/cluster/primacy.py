@@ -25,8 +25,9 @@ With two copies, the record also names the lot's *standby*: the node that has, i
 steps of its sessions (`kvstore.node.session_standbys`). A lot's next epoch is higher than both. So what a former
 standby has left counts for nothing, and a new home that can't ask the old one asks the node that the record names.
 
-A term that began when this process took the lot from another node is a *takeover*: that node has the last state of
-each session in its own epoch, and the users whose first step here has come are noted (`kvstore.node.session_moves`).
+A term that began when this node took the lot from another is a *takeover*: that node has the last state of each
+session in its own epoch, and the users whose first step here has come are noted, on the drive
+(`kvstore.cluster.takeovers`, `kvstore.node.session_moves`).
 
 What always holds: times are of a clock that runs while a process is stopped; the right to order is checked before and
 after each step, so a step of a process that was stopped in between is not acknowledged.
@@ -37,10 +38,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import OrderedDict, deque
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.cluster.etcd import EtcdAway
+from kvstore.cluster.takeovers import Takeover
 from kvstore.errors import DeadlineExceeded, WrongEpoch
 from kvstore.limits import (
     CLUSTER_CONFIRM_MS,
@@ -48,7 +50,6 @@ from kvstore.limits import (
     SESSIONS_KNOWN_MS,
     SESSIONS_RETRY_MS,
     SESSIONS_TAKING_MS,
-    SESSIONS_USERS_TAKEN_MAX,
 )
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ if TYPE_CHECKING:
     from kvstore.cluster.etcd import Found
     from kvstore.cluster.etcd_options import EtcdReach
     from kvstore.cluster.map import Map
+    from kvstore.cluster.takeovers import Takeovers
 
-__all__ = ["Primacy", "Record", "Takeover", "Term"]
+__all__ = ["Primacy", "Record", "Term"]
 
 _NEVER = -(1 << 62)
 
@@ -69,20 +71,6 @@ class Term(NamedTuple):
 
     lot: int
     epoch: int
-
-
-class Takeover(NamedTuple):
-    """What this process took over with a lot: which node ordered its sessions before, in which epoch by etcd's record.
-
-    In the first step of each user whose sessions may be there they are taken. It is forgotten with the process: then
-    sessions that were not taken are missing.
-    """
-
-    node: str  # its name
-    epoch: int
-    standby: str  # the name of the node that has copies of all that was acknowledged; "": none
-    copies: int  # their epoch
-    users: set[tuple[str, str]]  # tenant and user of those whose first step has come
 
 
 class Record(NamedTuple):
@@ -118,8 +106,8 @@ class _Etcd(Protocol):
 class Primacy:
     """The lots in which a node orders sessions. Used in its event loop only."""
 
-    def __init__(self, etcd: _Etcd, clock: Clock) -> None:
-        self._etcd, self._clock = etcd, clock
+    def __init__(self, etcd: _Etcd, clock: Clock, takeovers: Takeovers) -> None:
+        self._etcd, self._clock, self._takeovers = etcd, clock, takeovers
         self._name, self._lease, self._own = "", 0, b""
         self._history, self._losses = b"", 0  # the key of etcd's history, and how many have ended
         self._history_ns = 0  # when it was first listed
@@ -130,8 +118,6 @@ class Primacy:
         self._since_ns = _NEVER  # we are on the list under this lease, without a gap
         self._views: deque[tuple[int, Map]] = deque()  # since when, within the time that counts
         self._terms: dict[int, int] = {}  # epochs, by lot, as of this list
-        self._takeovers: OrderedDict[int, tuple[int, Takeover]] = OrderedDict()  # by lot, with our epoch
-        self._taken_users = 0  # noted in them
 
     # --- changes of the members
 
@@ -152,8 +138,6 @@ class Primacy:
             self._history, self._losses, self._history_ns = history, losses, at_ns
             self._top = self._count = -1
             self._known_ns = self._since_ns = _NEVER
-            self._takeovers.clear()
-            self._taken_users = 0
             has_gap = True
         is_new = (top, count) != (self._top, self._count)
         if (is_new and has_gap) or own != (self._name, self._lease, self._own):
@@ -209,10 +193,13 @@ class Primacy:
 
     # --- what was taken over
 
-    def takeover(self, term: Term) -> Takeover | None:
-        """What was taken over with the term; None if this process can't know which users have been here since."""
-        epoch, takeover = self._takeovers.get(term.lot, (-1, None))
-        return takeover if epoch == term.epoch else None
+    def untaken(self, term: Term, tenant: str, user: str) -> Takeover | None:
+        """What was taken over with the term, if a user's sessions may still be there."""
+        return self._takeovers.untaken(*term, tenant, user)
+
+    async def note_taken(self, term: Term, tenant: str, user: str) -> None:
+        """Note that a user's sessions have been taken, or are lost; WrongEpoch if that can't be done."""
+        await self._takeovers.note(*term, tenant, user)
 
     def term_of(self, lot: int, epoch: int) -> Term:
         """A term of this node, in an epoch by etcd's record; it may be over."""
@@ -277,28 +264,6 @@ class Primacy:
         """The epoch in which this node's sessions are, for one of etcd's record in its present history."""
         return epoch + self._losses * SESSIONS_EPOCHS_MAX
 
-    def note_taken(self, term: Term, tenant: str, user: str) -> None:
-        """Note that a user's sessions have been taken, or are lost."""
-        takeover = self.takeover(term)
-        if takeover is not None and (tenant, user) not in takeover.users:
-            takeover.users.add((tenant, user))
-            self._taken_users += 1
-            self._bound()
-
-    def _note_takeover(self, lot: int, epoch: int, was: Record) -> None:
-        self._forget(lot)
-        self._takeovers[lot] = epoch, Takeover(was.node, was.epoch, was.standby, was.copies, set())
-        self._bound()
-
-    def _bound(self) -> None:
-        while len(self._takeovers) + self._taken_users > SESSIONS_USERS_TAKEN_MAX:
-            self._forget(next(iter(self._takeovers)))
-
-    def _forget(self, lot: int) -> None:
-        """Forget a takeover as a whole: a user that has begun must not count as one that has not."""
-        _, takeover = self._takeovers.pop(lot, (0, None))
-        self._taken_users -= 0 if takeover is None else len(takeover.users)
-
     # --- checks
 
     def _check_home(self, tenant: str, user: str) -> None:
@@ -338,18 +303,20 @@ class Primacy:
             if was is None or was[:2] != (self._name, lease):
                 if not (self._is_settled(tenant, user) if was is not None else self._is_history_known()):
                     raise WrongEpoch("The node takes this user's sessions over in a moment.")
-                if was is None or was.node != self._name:
-                    new = Record(self._name, lease, 0 if was is None else was.next_epoch)
-                else:  # it continues, and so does its standby
+                if was is None:
+                    new = Record(self._name, lease, 0)
+                elif was.node == self._name:  # it continues, and so does its standby
                     new = was._replace(lease=lease)
+                else:
+                    new = Record(self._name, lease, was.next_epoch)
+                    taken = Takeover(was.node, was.epoch, was.standby, was.copies)
+                    await self._takeovers.begin(lot, self.own_epoch(new.epoch), taken)
                 epoch, record = new.epoch, new.encoded()
                 within, there = self._etcd.reach.folder, (self._own, self._history)
                 if not await self._etcd.claim(
                     key, record, found.revision, within=within, top=top, there=there
                 ):
                     raise WrongEpoch("The members of the cluster have changed.")
-                if was is not None and was.node != self._name and list_now[0] == self._history:
-                    self._note_takeover(lot, self.own_epoch(epoch), was)
             else:
                 epoch = was.epoch
         except EtcdAway as error:

@@ -283,9 +283,11 @@ def _join_cluster(node: Node, gate: Gate, config: NodeConfig) -> None:
     from kvstore.cluster.etcd import Etcd  # noqa: PLC0415 - needed only in a cluster
     from kvstore.cluster.etcd_history import EtcdMemory  # noqa: PLC0415 - the same
     from kvstore.cluster.membership import Membership  # noqa: PLC0415 - the same
+    from kvstore.cluster.takeovers import Takeovers  # noqa: PLC0415 - the same
 
     memory = EtcdMemory(cluster.etcd.cluster, config.data / "cluster.json")
-    node.membership = Membership(Etcd(cluster.etcd), node.clock, memory)
+    takeovers = Takeovers(cluster.etcd.cluster, config.data / "takeovers")
+    node.membership = Membership(Etcd(cluster.etcd), node.clock, memory, takeovers)
     if (upkeep := cluster.upkeep) is None:
         return
     from kvstore.node.peers import Peers  # noqa: PLC0415 - the same

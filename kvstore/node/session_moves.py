@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from kvstore.cluster.membership import Membership
-    from kvstore.cluster.primacy import Takeover, Term
+    from kvstore.cluster.primacy import Term
+    from kvstore.cluster.takeovers import Takeover
     from kvstore.node.node import Node
     from kvstore.node.peers import Peers
     from kvstore.node.tenants import Tenant, Tenants
@@ -111,7 +112,7 @@ class SessionMoves:
         """Take a user's sessions from their former home, before the first step of the user in this term."""
         self.hand_overs.note(tenant.name, user)
         primacy, key = self._membership.primacy, (term, (tenant.name, user))
-        while (takeover := primacy.takeover(term)) is not None and key[1] not in takeover.users:
+        while (takeover := primacy.untaken(term, tenant.name, user)) is not None:
             if (task := self._arriving.get(key)) is None:
                 task = asyncio.create_task(self._arrive(term, takeover, tenant, user))
                 self._arriving[key] = task
@@ -153,11 +154,11 @@ class SessionMoves:
             raise WrongEpoch(
                 "The node has not taken the user's sessions over from their former home's standby yet."
             )
-        self._membership.primacy.note_taken(term, tenant.name, user)
+        await self._membership.primacy.note_taken(term, tenant.name, user)
 
     async def _ask(self, ticket: int, takeover: Takeover, expected: _Expected) -> bool:
         """Have a user's sessions sent here, as far as anybody can; False if a standby has not sent what it has."""
-        node, epoch, standby, copies, _ = takeover
+        node, epoch, standby, copies = takeover
         for _ in range(SESSIONS_MOVE_HOPS):
             within_ms = SESSIONS_MOVE_MS // 2 if standby else SESSIONS_MOVE_MS
             answer = await self._asked(ticket, node, epoch, expected, within_ms)
@@ -279,9 +280,8 @@ class SessionMoves:
         if (task := self._arriving.get((term, (tenant.name, request.user)))) is not None:
             await asyncio.wait([task])
         await self.copies.end(lot)  # what the home that has been replaced still sends is not acknowledged
-        takeover = primacy.takeover(term)
-        if takeover is not None and (tenant.name, request.user) not in takeover.users:
-            primacy.note_taken(term, tenant.name, request.user)
+        if (takeover := primacy.untaken(term, tenant.name, request.user)) is not None:
+            await primacy.note_taken(term, tenant.name, request.user)
             return pb.SendSessionsResponse(
                 earlier_node=takeover.node,
                 earlier_epoch=takeover.epoch,

@@ -213,7 +213,7 @@ class FakeClient:
     def __init__(self, etcd: FakeEtcd, rng: random.Random) -> None:
         self._etcd, self._rng = etcd, rng
         self.is_away = False
-        self.tells_no_latest = False
+        self.tells_no_latest = self.loses_claims = False
         self.looks_again_s = 0  # after how long it looks at the whole list again; 0: it differs
 
     async def _reach(self) -> None:
@@ -325,6 +325,8 @@ class FakeClient:
         await self._reach()
         claimed = await self._etcd.claim(key, value, was, top, there)
         await self._reach()
+        if self.loses_claims:
+            raise EtcdAway("no answer")
         return claimed
 
     async def close(self) -> None:

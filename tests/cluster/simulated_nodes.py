@@ -20,6 +20,7 @@ from grpc.aio import AioRpcError, Metadata
 
 from kvstore.cluster.etcd_history import EtcdMemory
 from kvstore.cluster.membership import Membership
+from kvstore.cluster.takeovers import Takeovers
 from kvstore.miss import Miss, MissReason
 from kvstore.node.blocks_service import BlocksService
 from kvstore.node.calls import Ends
@@ -271,7 +272,7 @@ class Process:
     def __init__(self, etcd: FakeEtcd, network: Network, member: Member, store: Store) -> None:
         self.rng, self.store, self.member, self.network = network.rng, store, member, network
         self.way, clock = FakeClient(etcd, self.rng), LoopClock()
-        self.membership = Membership(self.way, clock, store.memory)
+        self.membership = Membership(self.way, clock, store.memory, Takeovers("test"))
         self.node: Any = SimpleNamespace(
             clock=clock,
             store=store,

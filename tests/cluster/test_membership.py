@@ -17,6 +17,7 @@ from kvstore.cluster.etcd import EtcdAway, Listed
 from kvstore.cluster.etcd_history import EtcdMemory
 from kvstore.cluster.map import DRAINING, TOO_OLD, Map, Member, lots_record
 from kvstore.cluster.membership import Membership
+from kvstore.cluster.takeovers import Takeovers
 from kvstore.limits import CLUSTER_LOTS
 from kvstore.placement import LOTS
 from tests.cluster.simulated import HISTORY, FakeClient, FakeEtcd, LoopClock, run
@@ -37,7 +38,7 @@ class Process:
     ) -> None:
         self.way = FakeClient(etcd, rng)
         self.member = Member(name, f"10.0.0.1:{port}")
-        self.membership = Membership(self.way, LoopClock(), memory or EtcdMemory("test"))
+        self.membership = Membership(self.way, LoopClock(), memory or EtcdMemory("test"), Takeovers("test"))
         self.revisions = [0]
         self.membership.start()
         self.membership.join(self.member)

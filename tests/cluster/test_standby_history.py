@@ -10,6 +10,7 @@ import pytest
 from kvstore.cluster.etcd import EtcdAway, Found
 from kvstore.cluster.map import DRAINING
 from kvstore.cluster.primacy import Record, Term
+from kvstore.cluster.takeovers import Takeover
 from kvstore.errors import DeadlineExceeded, WrongEpoch
 from kvstore.limits import SESSIONS_TAKING_MS
 from kvstore.wire import upkeep_pb2 as pb
@@ -24,14 +25,17 @@ class OneAtATime(SimulatedHomes):
     """Nodes with two copies of each session; when one is away, the others are there, and have caught up."""
 
     replicas = 2
-    delays_s = (*(0.01,) * 30, 0.3, 2.0)
+    delays_s: tuple[float, ...] = (*(0.01,) * 30, 0.3, 2.0)
 
-    async def harm(self) -> None:
-        rng = self.rng
+    async def have_caught_up(self) -> None:
         for _ in range(300):
             if not any(node.moves.standbys.lots_alone for node in self.nodes.values()):
                 break
             await asyncio.sleep(0.1)
+
+    async def harm(self) -> None:
+        rng = self.rng
+        await self.have_caught_up()
         name = rng.choice(sorted(self.nodes))
         node = self.nodes[name]
         kind = rng.choice(("killed", "stopped", "restarted", "cut off", "no etcd", "drained", "joins"))
@@ -54,6 +58,32 @@ class OneAtATime(SimulatedHomes):
         self.cut_off = set()
         with suppress(EtcdAway):
             await self.nodes[name].membership.announce("")
+        await asyncio.sleep(FAILOVER_S)
+
+
+class TakenInTwoLives(OneAtATime):
+    """One node at a time is lost; those that take its sessions are restarted when they have begun to."""
+
+    restarts = 0
+
+    async def harm(self) -> None:
+        rng, loop = self.rng, asyncio.get_running_loop()
+        await self.have_caught_up()
+        lost = rng.choice(sorted(self.nodes))
+        await self.nodes.pop(lost).end(kindly=False)
+        until_s, restarted = loop.time() + 2 * FAILOVER_S, set[str]()
+        while loop.time() < until_s:
+            for name, node in list(self.nodes.items()):
+                taking = [one for one in node.takeovers._noted.values() if not one.users]
+                if taking and name not in restarted and rng.random() < 0.3:
+                    restarted.add(name)
+                    del self.nodes[name]
+                    await node.end(kindly=False)
+                    await asyncio.sleep(rng.random())
+                    self.begin(name)
+                    self.restarts += 1
+            await asyncio.sleep(0.02)
+        self.begin(lost)
         await asyncio.sleep(FAILOVER_S)
 
 
@@ -97,6 +127,66 @@ def test_no_acknowledged_step_is_lost_with_one_node(tenth: int) -> None:
             raise
     assert count.done > 10 * SEEDS / 10
     assert count.copied > SEEDS / 10
+
+
+@pytest.mark.parametrize("fifth", range(5))
+def test_no_acknowledged_step_is_lost_with_a_node_whose_successor_is_restarted(fifth: int) -> None:
+    count, restarts = Count(), 0
+    for seed in range(fifth, SEEDS // 2, 5):
+        world = TakenInTwoLives(seed)
+        try:
+            run(count.history(world, HARMS // 2, may_lose=False))
+        except (AssertionError, ValueError) as error:
+            error.add_note(f"seed {seed}")
+            raise
+        restarts += world.restarts
+    assert restarts > 0
+
+
+@pytest.mark.parametrize(("is_restarted", "is_told"), [(True, True), (True, False), (False, False)])
+def test_a_new_home_takes_sessions_whatever_happened_when_it_had_claimed_them(
+    *, is_restarted: bool, is_told: bool
+) -> None:
+    """Its process may have ended, and etcd's answer may have been lost."""
+
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, standby, _ = await a_home_and_its_standby(world, "ada")
+        await world.nodes.pop(home.name).end(kindly=False)
+        await asyncio.sleep(FAILOVER_S)
+        standby.way.loses_claims = not is_told
+        if is_told:
+            assert await orders(standby, "ada")
+        else:
+            assert not await orders(standby, "ada")
+        standby.way.loses_claims = False
+        if is_restarted:
+            await world.nodes.pop(standby.name).end(kindly=False)
+            world.begin(standby.name)
+        assert await taken_over(world.nodes[standby.name], "ada") == ["v1"]
+        leases.cancel()
+
+    run(history())
+
+
+def test_what_a_new_home_removed_before_it_was_restarted_does_not_come_back() -> None:
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, standby, _ = await a_home_and_its_standby(world, "ada")
+        copies = standby.drive["ada"]
+        await world.nodes.pop(home.name).end(kindly=False)
+        assert await taken_over(standby, "ada") == ["v1"]
+        standby.drive["ada"] = (
+            copies  # that of its own epoch is removed; the copy that it was taken from is there
+        )
+        await world.nodes.pop(standby.name).end(kindly=False)
+        world.begin(standby.name)
+        assert await taken_over(world.nodes[standby.name], "ada") == []
+        leases.cancel()
+
+    run(history())
 
 
 @pytest.mark.parametrize("fifth", range(5))
@@ -213,12 +303,12 @@ def test_a_read_waits_for_the_step_under_way() -> None:
 def test_no_first_step_is_made_before_the_standby_of_a_lost_home_has_sent_what_it_has() -> None:
     async def history() -> None:
         world = OneAtATime(1)
+        world.delays_s = (0.01,)
         leases = asyncio.create_task(world.etcd.run())
         home, standby, _ = await a_home_and_its_standby(world, "another")
         (user, *_) = [user for user in map(str, range(20)) if await orders(home, user)]
         term = await home.primacy.enter("", user)
-        record = Record("lost", 1, 0, standby.name, 1, 1)
-        home.primacy._note_takeover(term.lot, term.epoch, record)
+        await home.primacy._takeovers.begin(*term, Takeover("lost", 0, standby.name, 1))
         standby.drive[user] = 1, ["v1"]
         world.cut_off = {standby.name}
         with pytest.raises(WrongEpoch, match="former home's standby"):

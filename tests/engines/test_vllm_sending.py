@@ -93,7 +93,7 @@ def test_a_put_that_ends_just_after_the_wait_for_it_counts_as_stored() -> None:
     late = client.puts[0]
     ended = late.results
 
-    def wait(_: float) -> list[PutResult]:
+    def wait(timeout_s: float) -> list[PutResult]:  # noqa: ARG001
         results, late.results = late.results, ended
         late.has_ended = True  # by the time that the caller looks
         return results
