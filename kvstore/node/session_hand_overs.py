@@ -83,6 +83,7 @@ class HandOvers:
         )  # the last used last; whether they have been taken
         self._offered_left = 0
         self._copied: OrderedDict[_User, str] = OrderedDict()  # whose sessions are copied here, by which home
+        self._released: set[_User] = set()  # of these, whose homes know that this node drains
         self._sending: dict[tuple[_User, bool], _Sending] = {}  # by user, and whether they are for a standby
         self._blocks = 0  # to be sent
         self._has_work = asyncio.Event()
@@ -200,13 +201,22 @@ class HandOvers:
                         self._known[one] = True
 
         await asyncio.gather(*(offer(*one) for one in elsewhere))
+        if not self._upkeep.is_draining:
+            self._released.clear()
         await asyncio.gather(*(self._offer_copy(one, places) for one in list(self._copied)))
         self.unnamed = await self._count_unnamed() if self._upkeep.is_draining else 0
 
     async def _offer_copy(self, one: _User, places: asyncio.Semaphore) -> None:
-        """Have a user's home take the sessions whose copies are here, if the home that sent them is no longer one."""
+        """Have a user's home take the sessions whose copies are here, if the home that sent them is no longer one.
+
+        A node that drains asks also the home that did: if that was restarted since, it doesn't know the user, and must
+        find another standby.
+        """
         home = self._membership.map.home(self._tenants.placed_as(one[0]), one[1])
-        if home is None or home.name == self._copied.get(one, home.name):
+        if home is None or one not in self._copied:
+            return
+        is_leaving = self._upkeep.is_draining and one not in self._released
+        if home.name == self._copied[one] and not is_leaving:
             return
         async with places:
             if home.name == self._membership.name:
@@ -215,6 +225,7 @@ class HandOvers:
                 is_taken = await self._is_taken(one, home)
             if is_taken:
                 self._copied[one] = home.name
+                self._released.add(one)
             else:
                 self._offered_left += 1
 

@@ -11,7 +11,7 @@ from kvstore.client.block_calls import Stored
 from kvstore.errors import NoSession
 from tests.cluster.test_session_moves import USERS, Conversations
 from tests.cluster.test_sessions import keys as keys_of
-from tests.cluster.test_upkeep import RealCluster, told
+from tests.cluster.test_upkeep import RealCluster, command, told
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -57,3 +57,26 @@ def test_a_conversation_goes_on_with_hits_after_its_home_is_killed(chats: Conver
     assert chats.nodes.session(theirs[-1], "other").keys() == [deleted]
     (found,) = chats.nodes.of(theirs[-1]).exists([deleted])
     assert not isinstance(found, Stored), "a deleted block is deleted at the standby"
+
+
+def test_a_restarted_home_finds_another_standby_for_users_it_does_not_know_when_theirs_drains(
+    chats: Conversations,
+) -> None:
+    world, homes = chats.world, chats.homes()
+    home = next(node for node in world.nodes if node.target == homes[USERS[0]])
+    theirs = [user for user in USERS if homes[user] == home.target]
+    wait_until(lambda: told(home).upkeep.session_blocks_left == 0, "their blocks are at standbys", WAIT_S)
+    home.kill()
+    home.start()
+    drained = next(node for node in world.nodes if node is not home)
+    shown = command("drain", drained.target)
+    assert shown.returncode == 0, shown.stderr
+    drained.stop()
+    world.nodes.remove(drained)
+    world.settled()
+    wait_until(lambda: told(home).upkeep.lots_alone == 0, "the other node is the standby", WAIT_S)
+    home.kill()
+    world.nodes.remove(home)
+    for user in theirs:
+        wait_until(lambda user=user: keys_of(chats.nodes, user) is not None, "another home", WAIT_S)  # type: ignore[misc]
+        assert keys_of(chats.nodes, user) == chats.keys[user]
