@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvstore.node.node import Node
     from kvstore.node.peers import Peers
     from kvstore.node.tenants import Tenant, Tenants
+    from kvstore.node.time_slices import Turn
     from kvstore.node.upkeep import Block, Upkeep
 
 __all__ = ["HandOvers"]
@@ -61,6 +62,14 @@ class _Sending(NamedTuple):
     tenant: Tenant
     keys: list[bytes]
     is_copy: bool  # they are copies for a standby: the home stays
+
+
+class _Home(NamedTuple):
+    """A process that orders a user's sessions, and what it knows of this node, a standby."""
+
+    name: str
+    lease: int
+    is_told: bool  # that this node drains
 
 
 class HandOvers:
@@ -82,8 +91,9 @@ class HandOvers:
             OrderedDict()
         )  # the last used last; whether they have been taken
         self._offered_left = 0
-        self._copied: OrderedDict[_User, str] = OrderedDict()  # whose sessions are copied here, by which home
-        self._released: set[_User] = set()  # of these, whose homes know that this node drains
+        self._copied: OrderedDict[_User, _Home] = (
+            OrderedDict()
+        )  # whose sessions are copied here, and who knows that
         self._sending: dict[tuple[_User, bool], _Sending] = {}  # by user, and whether they are for a standby
         self._blocks = 0  # to be sent
         self._has_work = asyncio.Event()
@@ -112,7 +122,7 @@ class HandOvers:
 
     def note_copy(self, tenant: str, user: str, home: str) -> None:
         """Note that a user's sessions are copied here by their home."""
-        self._copied[tenant, user] = home
+        self._copied[tenant, user] = self._as_home(home)
         self._copied.move_to_end((tenant, user))
         if len(self._copied) > SESSIONS_USERS_KNOWN_MAX:
             self._copied.popitem(last=False)
@@ -181,16 +191,12 @@ class HandOvers:
         return self._membership.digest != digest
 
     async def _offer_all(self) -> None:
-        """Offer each user with sessions here, and another home, to that."""
-        elsewhere: list[tuple[_User, Member]] = []
-        known, digest = list(self._known), self._membership.digest
+        """Offer users with sessions here to another home of theirs, and copies to homes that may not know of them."""
+        digest = self._membership.digest
         async with self._node.turns.of(UPKEEP, rest=3) as turn:
-            for at, one in enumerate(known):
-                if at and not at % UPKEEP_ASKED_BLOCKS:
-                    await turn.next()
-                if (home := self._new_home(one)) is not None:
-                    elsewhere.append((one, home))
-        self._offered_left = len(elsewhere)
+            elsewhere = await self._with_homes(turn, list(self._known), self._new_home)
+            copies = await self._with_homes(turn, list(self._copied), self._unknowing_home)
+        self._offered_left = len(elsewhere) + len(copies)
         places = asyncio.Semaphore(UPKEEP_AT_ONCE)
 
         async def offer(one: _User, home: Member) -> None:
@@ -200,34 +206,41 @@ class HandOvers:
                     if digest == self._membership.digest:  # else they may have come back
                         self._known[one] = True
 
+        async def offer_copy(one: _User, home: Member) -> None:
+            now = self._as_home(home.name)
+            async with places:
+                if await self._is_taken(one, home):
+                    self._offered_left -= 1
+                    if one in self._copied:
+                        self._copied[one] = now
+
         await asyncio.gather(*(offer(*one) for one in elsewhere))
-        if not self._upkeep.is_draining:
-            self._released.clear()
-        await asyncio.gather(*(self._offer_copy(one, places) for one in list(self._copied)))
+        await asyncio.gather(*(offer_copy(*one) for one in copies))
         self.unnamed = await self._count_unnamed() if self._upkeep.is_draining else 0
 
-    async def _offer_copy(self, one: _User, places: asyncio.Semaphore) -> None:
-        """Have a user's home take the sessions whose copies are here, if the home that sent them is no longer one.
+    @staticmethod
+    async def _with_homes(
+        turn: Turn, users: list[_User], home_of: Callable[[_User], Member | None]
+    ) -> list[tuple[_User, Member]]:
+        found = []
+        for at, one in enumerate(users):
+            if at and not at % UPKEEP_ASKED_BLOCKS:
+                await turn.next()
+            if (home := home_of(one)) is not None:
+                found.append((one, home))
+        return found
 
-        A node that drains asks also the home that did: if that was restarted since, it doesn't know the user, and must
-        find another standby.
+    def _unknowing_home(self, one: _User) -> Member | None:
+        """The home of a user whose sessions are copied here, if it may not know that.
+
+        It may be another one than the home that sent them; or the same, restarted, when it knows no users; or it needs
+        another standby, because this node drains.
         """
         home = self._membership.map.home(self._tenants.placed_as(one[0]), one[1])
-        if home is None or one not in self._copied:
-            return
-        is_leaving = self._upkeep.is_draining and one not in self._released
-        if home.name == self._copied[one] and not is_leaving:
-            return
-        async with places:
-            if home.name == self._membership.name:
-                is_taken = not await self._take_here(*one)
-            else:
-                is_taken = await self._is_taken(one, home)
-            if is_taken:
-                self._copied[one] = home.name
-                self._released.add(one)
-            else:
-                self._offered_left += 1
+        return None if home is None or self._copied.get(one) in {None, self._as_home(home.name)} else home
+
+    def _as_home(self, name: str) -> _Home:
+        return _Home(name, self._membership.lease_of.get(name, 0), self._upkeep.is_draining)
 
     def _new_home(self, one: _User) -> Member | None:
         """The home of a user, if that is another node, and the user has sessions here that it has not taken."""
@@ -247,6 +260,8 @@ class HandOvers:
         )
 
     async def _is_taken(self, one: _User, home: Member) -> bool:
+        if home.name == self._membership.name:
+            return not await self._take_here(*one)
         request = pb.TakeSessionsRequest(tenant=one[0], user=one[1])
         try:
             answer: pb.TakeSessionsResponse = await self._peers.stub(home.node).TakeSessions(

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvstore.client.block_calls import Stored
 from kvstore.errors import NoSession
+from tests.cluster.ahead import made_ahead
 from tests.cluster.test_session_moves import USERS, Conversations
 from tests.cluster.test_sessions import keys as keys_of
 from tests.cluster.test_upkeep import RealCluster, command, told
 from tests.nic_offload.rig import wait_until
+from tests.node.test_http import http_url, values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import ExitStack
     from pathlib import Path
+
+    from kvstore.demo.node_process import NodeProcess
+    from tests.cluster.ahead import Ahead
 
 WAIT_S = 60.0
 
 
+def begun(folder: Path, stack: ExitStack) -> Conversations:
+    chats = Conversations(RealCluster(folder, stack, 3, ("--http", "127.0.0.1:0", "--ui")))
+    chats.begin()
+    return chats
+
+
+triples = made_ahead("chats", begun)
+
+
 @pytest.fixture
-def chats(tmp_path: Path) -> Iterator[Conversations]:
-    with ExitStack() as stack:
-        chats = Conversations(RealCluster(tmp_path, stack, 3))
-        chats.begin()
+def chats(triples: Ahead[Conversations]) -> Iterator[Conversations]:
+    """Conversations on three nodes."""
+    with triples.one() as chats:
         yield chats
 
 
@@ -59,20 +72,32 @@ def test_a_conversation_goes_on_with_hits_after_its_home_is_killed(chats: Conver
     assert not isinstance(found, Stored), "a deleted block is deleted at the standby"
 
 
-def test_a_restarted_home_finds_another_standby_for_users_it_does_not_know_when_theirs_drains(
-    chats: Conversations,
+def followed(world: RealCluster, home: NodeProcess) -> float:
+    """How often a home has begun to send a lot's sessions to a standby."""
+    of_nodes = [values(http_url(node)) for node in world.nodes if node is not home]
+    return sum(one.get(("kvstore_call_seconds_count", "FollowSessions"), 0) for one in of_nodes)
+
+
+@pytest.mark.parametrize("how", ["drained", "lost"])
+def test_a_restarted_home_finds_another_standby_for_users_who_have_used_nothing_since(
+    chats: Conversations, how: str
 ) -> None:
     world, homes = chats.world, chats.homes()
     home = next(node for node in world.nodes if node.target == homes[USERS[0]])
     theirs = [user for user in USERS if homes[user] == home.target]
     wait_until(lambda: told(home).upkeep.session_blocks_left == 0, "their blocks are at standbys", WAIT_S)
+    before = followed(world, home)
     home.kill()
     home.start()
-    drained = next(node for node in world.nodes if node is not home)
-    shown = command("drain", drained.target)
-    assert shown.returncode == 0, shown.stderr
-    drained.stop()
-    world.nodes.remove(drained)
+    standby = next(node for node in world.nodes if node is not home)
+    if how == "drained":
+        shown = command("drain", standby.target)
+        assert shown.returncode == 0, shown.stderr
+        standby.stop()
+    else:
+        wait_until(lambda: followed(world, home) >= before + len(theirs), "it knows its users", WAIT_S)
+        standby.kill()
+    world.nodes.remove(standby)
     world.settled()
     wait_until(lambda: told(home).upkeep.lots_alone == 0, "the other node is the standby", WAIT_S)
     home.kill()
