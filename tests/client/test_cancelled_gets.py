@@ -183,7 +183,7 @@ def stand_still(node: NodeInProcess, go_on: threading.Event) -> threading.Thread
 
 
 def test_a_stalled_grpc_fetch_is_confirmed_as_cancelled_and_never_served(
-    node: NodeInProcess, rig: ClientWithBuffers
+    node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node's loop has the call, and processes it only after the client has given it up."""
     block = rig.block(0, 100_000)
@@ -192,8 +192,13 @@ def test_a_stalled_grpc_fetch_is_confirmed_as_cancelled_and_never_served(
     link, go_on = link_of(rig.client), threading.Event()
     standing = stand_still(node, go_on)
     paint(rig)
-    timer = threading.Timer(SHORT_S + FETCH_CANCEL_MS / 3000, go_on.set)
-    timer.start()
+    cancel = rig.client._core.cancel_fetch
+
+    def cancelled(*asked: Any, **more: Any) -> None:
+        cancel(*asked, **more)
+        go_on.set()
+
+    monkeypatch.setattr(rig.client._core, "cancel_fetch", cancelled)
     (outcome,) = rig.client.get([rig.wanted(block)], timeout_s=SHORT_S)
     standing.join(WAIT_S)
     assert is_away(outcome)
