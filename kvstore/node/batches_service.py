@@ -177,6 +177,7 @@ class _Puts:
         self._freed = asyncio.Event()  # memory was freed
         self._over = False
         self._stopped = False
+        self._failure: KvError | None = None  # of sending results
         self._turn = Turn(node.turns, tenant.id, 2)  # the completions of puts cost others as much again
 
     async def take(self, message: PutMessage) -> None:
@@ -232,6 +233,8 @@ class _Puts:
         self._turn.end()
         self._freed.clear()
         await self._freed.wait()
+        if self._failure is not None:  # no more results are read
+            raise self._failure
 
     def _fill(self, filling: _Filling, chunk: memoryview) -> None:
         end = filling.filled + len(chunk)
@@ -314,8 +317,13 @@ class _Puts:
             ends, self._ends = self._ends, []
             self._freed.set()
             if ends:
-                async with deadline("A reader"):
-                    await self._context.write(pb.PutBatchResponse(ends=ends).SerializeToString())
+                try:
+                    async with deadline("A reader"):
+                        await self._context.write(pb.PutBatchResponse(ends=ends).SerializeToString())
+                except KvError as error:
+                    self._failure = error
+                    self._freed.set()
+                    raise
 
     async def stop(self, answering: asyncio.Task[None]) -> None:
         """Finish sending the current message, and send no other.
@@ -338,6 +346,7 @@ class _Puts:
 
     def drop(self) -> None:
         """Free the memory of an unfinished block. A complete one belongs to the store until it reports."""
+        self._hand_over()  # the message that broke the stream may have had some
         if self._filling is not None and self._filling.piece is not None:
             self._inline.give_back(self._who, self._filling.piece)
         self._filling = None

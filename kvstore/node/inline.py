@@ -279,11 +279,16 @@ class PendingRead:
 
     async def read(self) -> InlineRead:
         """Wait for the block."""
-        return await self._read
+        try:
+            return await self._read
+        except asyncio.CancelledError:
+            self.drop()  # it may have come in the same moment
+            raise
 
     def drop(self) -> None:
         """Discard the block."""
-        if not self._read.cancel():
+        self._read.cancel()
+        if not self._read.cancelled():
             self._read.result().close()
 
 

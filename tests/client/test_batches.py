@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -132,6 +133,7 @@ def test_blocks_that_are_only_on_the_drive_are_fetched_too(tmp_path: Path) -> No
         [pb.PutPart(chunk=b"of no block")],
         [pb.PutPart(name=name(1, 4), chunk=b"ab"), pb.PutPart(name=name(2, 1), chunk=b"c")],
         [pb.PutPart(name=name(1, 4), chunk=b"abcde")],
+        [pb.PutPart(name=name(1, 4), chunk=b"abcd"), pb.PutPart(chunk=b"of no block")],
         [pb.PutPart(name=name(1, 4), chunk=b"abc")],
         [pb.PutPart(name=name(1, 0))],
         [pb.PutPart(name=name(1, 1 << 40))],
@@ -145,13 +147,52 @@ def test_an_inconsistent_stream_is_ended(node: NodeInProcess, parts: list[pb.Put
     wait_until(lambda: held_bytes(node) == 0, "its memory comes back")
 
 
-def test_blocks_completed_before_a_break_are_kept(node: NodeInProcess, client: Client) -> None:
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_blocks_completed_before_a_break_are_kept(node: NodeInProcess, client: Client, at_once: int) -> None:
     parts = [pb.PutPart(name=name(1, 4), chunk=b"abcd"), pb.PutPart(chunk=b"too much")]
-    messages = [pb.PutBatchRequest(parts=[part]) for part in parts]
+    messages = [pb.PutBatchRequest(parts=parts[at : at + at_once]) for at in range(0, 2, at_once)]
     with grpc.insecure_channel(node.target) as channel, pytest.raises(grpc.RpcError) as caught:
         list(stub(channel).PutBatch(iter(messages), timeout=WAIT_S))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     wait_until(lambda: client.get_inline(key(1), 4) == b"abcd", "it is kept")
+
+
+def test_a_client_that_reads_no_results_is_ended_while_it_sends_blocks(
+    node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, streams = threading.Event(), list[Any]()
+
+    class Unread:
+        """A call whose client reads nothing."""
+
+        def peer(self) -> str:
+            return "ipv4:127.0.0.1:1"
+
+        async def write(self, _: bytes) -> None:
+            begun.set()
+            await asyncio.Future()
+
+    made = batches_service._Puts.__init__
+
+    def make(puts: Any, at: Any, _: Any, *more: Any) -> None:
+        made(puts, at, Unread(), *more)  # type: ignore[arg-type] # what is used of one
+        streams.append(puts)
+
+    monkeypatch.setattr(batches_service._Puts, "__init__", make)
+    monkeypatch.setattr(batches_service, "BATCH_ENDS_UNREAD_MAX", 4)
+    monkeypatch.setattr(inline, "INLINE_TIMEOUT_MS", 2000)
+
+    def messages() -> Iterator[pb.PutBatchRequest]:
+        yield pb.PutBatchRequest(parts=[pb.PutPart(name=name(0, 1), chunk=b"a")])
+        assert begun.wait(WAIT_S)
+        parts = [pb.PutPart(name=name(number, 1), chunk=b"a") for number in range(1, 5)]
+        yield pb.PutBatchRequest(parts=parts)
+        wait_until(lambda: len(streams[0]._ends) == len(parts), "as many results are unread as may be")
+        yield pb.PutBatchRequest(parts=[pb.PutPart(name=name(5, 1), chunk=b"a")])
+
+    with grpc.insecure_channel(node.target) as channel, pytest.raises(grpc.RpcError) as caught:
+        list(stub(channel).PutBatch(messages(), timeout=WAIT_S))
+    assert caught.value.details() == "A reader made no progress within 2000 ms."
 
 
 def test_a_break_lets_the_message_being_sent_finish(
@@ -228,6 +269,26 @@ def test_a_stalled_stream_is_ended_and_its_memory_freed(
         wait_until(lambda: bool(held), "it holds memory")
         wait_until(lambda: held_bytes(node) == 0, "a reader that takes nothing in is ended")
         get.cancel()
+
+
+@pytest.mark.parametrize("comes_first", [False, True])
+def test_a_block_read_for_a_call_that_is_cancelled_just_then_is_given_back(*, comes_first: bool) -> None:
+    async def read() -> None:
+        given_back = list[bool]()
+        pending = inline.PendingRead()
+        waiting = asyncio.create_task(pending.read())
+        await asyncio.sleep(0)
+        came: Any = SimpleNamespace(close=lambda: given_back.append(True))
+        if comes_first:
+            pending.arrived(came)
+        waiting.cancel()
+        if not comes_first:
+            pending.arrived(came)
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        assert given_back == [True]
+
+    asyncio.run(read())
 
 
 def test_an_absent_node_is_a_result_for_each_block() -> None:
