@@ -1,6 +1,7 @@
 """Calls from one node of a cluster to another, which it authenticates by the cluster's secret.
 
-What always holds: one channel for each node, closed when the node has left.
+What always holds: one channel for each node, closed when the node has left and calls to it have ended: gRPC cancels
+calls of a channel that is closed, and with them their callers.
 What it doesn't do: try a call again, or limit its time; its caller does.
 """
 
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
+from kvstore.limits import UPKEEP_CALL_MS
 from kvstore.wire import upkeep_pb2_grpc
 from kvstore.wire.keepalive import keepalive_options
 
@@ -51,7 +53,8 @@ class Peers:
         """Close channels to nodes that have left."""
         for node in self._channels.keys() - set(nodes):
             channel, _ = self._channels.pop(node)
-            self._closing.add(closing := asyncio.ensure_future(channel.close()))
+            closing = asyncio.ensure_future(channel.close(UPKEEP_CALL_MS / 1000))  # no call takes longer
+            self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:

@@ -23,6 +23,7 @@ from kvstore.errors import Closed, KvError, NodeUnavailable, TenantDenied
 from kvstore.limits import UPKEEP_ASKED_BLOCKS, UPKEEP_WAITED_BLOCKS_MAX, UPKEEP_WAITED_MS
 from kvstore.names import SHARED, block_key
 from kvstore.node.copy_eligibility import CopyEligibility
+from kvstore.node.peers import Peers
 from kvstore.node.tenants import token_digest
 from kvstore.node.upkeep import Block, ByteRate, Upkeep, lacking
 from kvstore.node.upkeep_service import Waited
@@ -561,3 +562,36 @@ def test_the_rate_of_copies_is_bounded() -> None:
         assert loop.time() - began_s == pytest.approx(2), "nothing was saved up"
 
     run(doing())
+
+
+def test_a_call_under_way_to_a_node_that_leaves_gets_its_answer() -> None:
+    """Else its caller, often a task without end, would be cancelled."""
+
+    async def doing() -> None:
+        called, answers = asyncio.Event(), asyncio.Event()
+
+        class Leaving(upkeep_pb2_grpc.UpkeepServicer):
+            async def TakeSessions(self, *_: object) -> pb.TakeSessionsResponse:  # noqa: N802
+                called.set()
+                await answers.wait()
+                return pb.TakeSessionsResponse(refused="It leaves.")
+
+        server = grpc.aio.server()
+        upkeep_pb2_grpc.add_UpkeepServicer_to_server(Leaving(), server)  # type: ignore[no-untyped-call]
+        node = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        peers = Peers(None, None)
+        try:
+            call = peers.stub(node).TakeSessions(pb.TakeSessionsRequest(), timeout=WAIT_S)
+            await called.wait()
+            peers.keep(())
+            (closing,) = peers._closing
+            await asyncio.sleep(0)
+            answers.set()
+            assert (await call).refused == "It leaves."
+            await closing
+        finally:
+            await peers.close()
+            await server.stop(None)
+
+    asyncio.run(doing())
