@@ -31,7 +31,7 @@ from urllib.parse import parse_qsl
 from kvstore.endpoints import is_wildcard
 from kvstore.errors import CannotListen, KvError, NotAuthenticated, Overloaded, ProtocolError, TenantDenied
 from kvstore.limits import (
-    HTTP_ACCEPT_AGAIN_MS,
+    ACCEPT_AGAIN_MS,
     HTTP_BACKLOG,
     HTTP_CONNECTIONS_MAX,
     HTTP_CONNECTIONS_OF_SOURCE_MAX,
@@ -224,7 +224,7 @@ class HttpServer:
                 connection, address = await loop.sock_accept(listener)
             except OSError as error:  # the process has no descriptor left, or the caller has left
                 log.warning("--http could not accept a connection: %s", error)
-                await asyncio.sleep(HTTP_ACCEPT_AGAIN_MS / 1000)  # a busy loop would stop other work
+                await asyncio.sleep(ACCEPT_AGAIN_MS / 1000)  # a busy loop would stop other work
                 continue
             caller = _Caller(source_of(ip_of(str(address[0]).partition("%")[0])), connection)
             if not self._make_room(caller.source):

@@ -22,7 +22,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.errors import ConfigError, KvError, NotAuthenticated, Overloaded, ProtocolError, StorageError
-from kvstore.limits import CONTROL_ASK_MS, CONTROL_CALLERS_MAX, CONTROL_LINE_BYTES_MAX, TENANT_BYTES
+from kvstore.limits import (
+    ACCEPT_AGAIN_MS,
+    CONTROL_ASK_MS,
+    CONTROL_CALLERS_MAX,
+    CONTROL_LINE_BYTES_MAX,
+    TENANT_BYTES,
+)
 from kvstore.sealing.keys_protocol import SOCKET_NAME, address_in, line_of
 
 if TYPE_CHECKING:
@@ -71,7 +77,12 @@ class ControlSocket:
 
     async def _accept(self) -> None:
         while True:
-            caller, _ = await self._loop.sock_accept(self._listener)
+            try:
+                caller, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:  # the process has no descriptor left, or the caller has left
+                log.warning("The socket for keys could not accept a connection: %s", error)
+                await asyncio.sleep(ACCEPT_AGAIN_MS / 1000)
+                continue
             task = self._loop.create_task(self._serve(caller))
             self._callers.add(task)
             task.add_done_callback(self._callers.discard)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 import socket
@@ -9,15 +11,19 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstore.client import Client
+from kvstore.clock import SystemClock
 from kvstore.demo.node_process import NodeProcess
 from kvstore.errors import KvError, NodeUnavailable
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
+from kvstore.node.audit import Audit
+from kvstore.node.keys_socket import ControlSocket
 from kvstore.sealing.keyring import Keyring
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.keyring_state import read_status
@@ -249,3 +255,27 @@ def test_rotation_requires_the_master_key(served: Served) -> None:
     assert status == 2
     assert "none" in err
     assert keyring_path(served.data).read_bytes() == before
+
+
+def test_after_a_time_without_descriptors_callers_are_accepted_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def doing() -> None:
+        loop = asyncio.get_running_loop()
+        accept, failures = loop.sock_accept, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+        async def accept_later(listener: socket.socket) -> Any:
+            if failures:
+                raise failures.pop()
+            return await accept(listener)
+
+        monkeypatch.setattr(loop, "sock_accept", accept_later)
+        keys: Any = SimpleNamespace(rotating=(), status=SimpleNamespace(damaged=0))
+        control = ControlSocket(tmp_path, keys, Audit(SystemClock(), None), dict)
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "control")
+        assert b"challenge" in await asyncio.wait_for(reader.readline(), RESUMED_S)
+        writer.close()
+        await control.close()
+
+    asyncio.run(doing())
+    assert "Too many open files" in caplog.text
