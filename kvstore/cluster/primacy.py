@@ -39,6 +39,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.cluster.etcd import EtcdAway
@@ -118,6 +119,7 @@ class Primacy:
         self._since_ns = _NEVER  # we are on the list under this lease, without a gap
         self._views: deque[tuple[int, Map]] = deque()  # since when, within the time that counts
         self._terms: dict[int, int] = {}  # epochs, by lot, as of this list
+        self._taking: dict[int, asyncio.Task[int]] = {}  # by lot
 
     # --- changes of the members
 
@@ -176,7 +178,11 @@ class Primacy:
         self._check_home(tenant, user)
         lot = self._views[-1][1].lot_of(tenant.encode(), user.encode())
         if (epoch := self._terms.get(lot)) is None:
-            epoch = await self._take(lot, tenant, user)
+            if (task := self._taking.get(lot)) is None:
+                # Of two attempts, one could note the takeover anew after the other has let users begin.
+                task = self._taking[lot] = asyncio.create_task(self._take(lot, tenant, user))
+                task.add_done_callback(partial(self._taken, lot))
+            epoch = await asyncio.shield(task)
         return Term(lot, epoch)
 
     async def check(self, term: Term, tenant: str, user: str) -> None:
@@ -292,6 +298,11 @@ class Primacy:
     def _is_history_known(self) -> bool:
         """Whether it has known this history of etcd's data for long enough: no process goes by an earlier one."""
         return self._clock.monotonic_ns() - self._history_ns >= SESSIONS_TAKING_MS * 1_000_000
+
+    def _taken(self, lot: int, task: asyncio.Task[int]) -> None:
+        self._taking.pop(lot)
+        if not task.cancelled():
+            task.exception()  # callers have it, if one still waits
 
     async def _take(self, lot: int, tenant: str, user: str) -> int:
         """Make sure that the lot's record names this node."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 import resource
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvstore.cluster import takeovers as module
+from kvstore.cluster.etcd import Found
 from kvstore.cluster.takeovers import Takeover, Takeovers
 from kvstore.errors import WrongEpoch
+from kvstore.limits import SESSIONS_TAKING_MS
+from tests.cluster.simulated import FakeEtcd
+from tests.cluster.simulated import run as run_simulated
+from tests.cluster.test_primacy import Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
     from pathlib import Path
-
 FROM = Takeover("node1", 3, "node2", 5)
 
 
@@ -190,3 +195,37 @@ async def test_a_file_of_lines_out_of_date_is_written_anew(file: Path) -> None:
     for one in (takeovers, Takeovers("c", file)):
         assert known(one) == KNOWN
         assert one.untaken(1, 1, "", "") == FROM._replace(epoch=number)
+
+
+def test_a_first_step_stays_noted_while_a_second_call_still_reads_who_had_the_lot() -> None:
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(1)
+        leases = asyncio.create_task(etcd.run())
+        node = Node(etcd, rng, "node1", {})
+        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
+        lot = node.membership.map.lot_of(b"", b"ada")
+        etcd.lots[node.way.reach.lots + b"%04d" % lot] = Found(b'["another",7,3]', 1)
+        value, calls, has_begun = node.way.value, list[bytes](), asyncio.Event()
+
+        async def value_late(key: bytes) -> Found:
+            calls.append(key)
+            is_late = len(calls) > 1
+            found = await value(key)
+            if is_late:
+                await has_begun.wait()
+            return found
+
+        node.way.value = value_late  # type: ignore[method-assign]
+
+        first, second = (asyncio.create_task(node.primacy.enter("", "ada")) for _ in range(2))
+        term = await first
+        assert term.epoch == 4
+        await node.primacy.note_taken(term, "", "ada")
+        has_begun.set()
+        await asyncio.wait([second])
+        assert node.primacy.untaken(term, "", "ada") is None, "what it removed here would be back"
+        assert node.primacy.untaken(term, "", "bob") == ("another", 3, "", 0)
+        assert second.result() == term
+        leases.cancel()
+
+    run_simulated(history())
