@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import grpc
 import grpc.aio
 
-from kvstore.errors import KvError
+from kvstore.errors import ConfigError, KvError
 from kvstore.limits import ETCD_CALL_MS, ETCD_KEEPALIVE_MS, ETCD_RELIST_MS
 from kvstore.wire import etcd_pb2 as pb
 
@@ -283,9 +283,9 @@ class Etcd:
     # --- calls
 
     async def _call(self, name: str, request: Message, kind: type[T]) -> T:
-        channel = self._open()
         if self._token is None and self.reach.user is not None and name != _AUTHENTICATE:
             await self._authenticate(self.reach.user)
+        channel = self._open()  # the one so far may have been closed meanwhile
         call: Any = channel.unary_unary(
             f"/etcdserverpb.{name}",
             request_serializer=lambda message: message.SerializeToString(),
@@ -295,7 +295,11 @@ class Etcd:
         return answer
 
     async def _authenticate(self, user: str) -> None:
-        request = pb.EtcdAuthenticateRequest(name=user, password=self.reach.secret())
+        try:
+            password = self.reach.secret()
+        except ConfigError as error:  # perhaps it is being replaced
+            raise EtcdAway(f"etcd: {str(error).rstrip('.')}") from error
+        request = pb.EtcdAuthenticateRequest(name=user, password=password)
         self._token = (await self._call(_AUTHENTICATE, request, pb.EtcdAuthenticateResponse)).token
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:

@@ -19,7 +19,7 @@ from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvstore.cluster.etcd import EtcdAway, Listed
 from kvstore.cluster.etcd_history import History
@@ -30,7 +30,7 @@ from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_LOTS, CLUST
 from kvstore.placement import LOTS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 
     from kvstore.clock import Clock
     from kvstore.cluster.etcd import Found
@@ -180,13 +180,17 @@ class Membership:
 
     def start(self) -> None:
         """Follow the map."""
-        self._tasks.append(asyncio.create_task(self._follow()))
-        self._tasks.append(asyncio.create_task(self.primacy.follow()))
+        self._begin(self._follow())
+        self._begin(self.primacy.follow())
 
     def join(self, member: Member) -> None:
         """Join the cluster."""
         self._member = member
-        self._tasks.append(asyncio.create_task(self._stay(member)))
+        self._begin(self._stay(member))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(task := asyncio.create_task(work))
+        task.add_done_callback(_ended)
 
     async def announce(self, state: str) -> None:
         """Change our state on the map; EtcdAway, and the state remains, if etcd did not confirm it.
@@ -544,3 +548,9 @@ class Membership:
             self._away_since_ns = self._clock.monotonic_ns()
             log.warning("%s. The node continues with its current map.", error)
         await asyncio.sleep(CLUSTER_RETRY_MS / 1000)
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    """Check how the task ended: unless it was cancelled, its failure is a bug, which must be logged."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("The cluster is no longer followed, or the lease no longer kept.", exc_info=error)
