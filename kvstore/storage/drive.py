@@ -30,6 +30,7 @@ from kvstore.limits import (
     SESSIONS_EXPIRED_AT_ONCE,
     SESSIONS_QUEUED_MAX,
     STORE_QUEUED_MAX,
+    TIMER_TICK_MS,
 )
 from kvstore.miss import Miss, MissReason
 from kvstore.storage.batch_bounds import check_batch, check_steps
@@ -569,10 +570,10 @@ class Drive(Handle):
         while self.is_busy:
             self._writes.sync_if_awaited(at_once=True)
             self._traffic.pump()
-            under_way = self._traffic.in_flight or self._writes.without_keys
-            if not (under_way or any(self._completions) or self._is_due):
+            look_ms = TIMER_TICK_MS if self._writes.without_keys else None  # keys wake the first drive only
+            if not (look_ms or self._traffic.in_flight or any(self._completions) or self._is_due):
                 raise StorageError("The drive is unusable after an earlier exception.")
-            ready.poll()
+            ready.poll(look_ms)
             self.poll()
 
     @property
@@ -582,11 +583,10 @@ class Drive(Handle):
     @property
     def is_busy(self) -> bool:
         """Return whether any accepted operation is still pending."""
-        if self._writes.without_keys or self._encrypting.is_working:
+        if self._writes.without_keys or self._encrypting.is_working or self._sessions.slices:
             return True
-        if self._sessions.slices or any(queue.promised for queue in self._completions):
-            return True
-        return self._wipes.pending > 0 or self._scrubs.pending > 0 or self._writes.waiting_for_sync > 0
+        pending = self._wipes.pending + self._scrubs.pending + self._writes.waiting_for_sync
+        return pending > 0 or any(queue.promised for queue in self._completions)
 
     @property
     def has_timers(self) -> bool:

@@ -55,8 +55,8 @@ def test_a_bug_that_ends_a_nodes_membership_is_logged(caplog: pytest.LogCaptureF
     async def doing() -> None:
         one = Process(FakeEtcd(), random.Random(1), "one", 1)
 
-        async def keep(_: int) -> bool:
-            raise ZeroDivisionError
+        async def keep(lease: int) -> bool:
+            raise ZeroDivisionError(lease)
 
         one.way.keep = keep  # type: ignore[method-assign]
         await asyncio.sleep(5)

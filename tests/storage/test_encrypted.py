@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import struct
+import threading
+from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -24,7 +28,7 @@ from tests.storage.fakes import FakeDisk, FakeDrives
 from tests.storage.rig import FINGERPRINT, TENANT, USER, StoreRig, key, name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from kvstore.errors import StorageError
@@ -357,3 +361,36 @@ def test_a_drive_that_was_rolled_back_encrypts_other_bytes_otherwise(sealed: Sto
     assert other_salt != salt
     keystream = bytes(a ^ b for a, b in zip(first, ciphertext, strict=True))
     assert bytes(a ^ b for a, b in zip(other, keystream, strict=True)) != second
+
+
+def test_a_key_that_is_made_while_the_store_closes_is_noticed_by_each_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = StoreRig(tmp_path / "data", disks=[FakeDisk(), FakeDisk(seed=1)])
+    rig.keyring = FakeKeyring()
+    rig.open()
+    numbers = [next(one for one in range(100) if rig.home(one) == drive) for drive in (0, 1)]
+    ensure, wanted = FakeKeys.ensure, list[Callable[[], None]]()
+    monkeypatch.setattr(FakeKeys, "ensure", lambda *asked: wanted.append(partial(ensure, *asked)))
+    poll = select.poll
+
+    class Poll:
+        """Makes the keys as soon as a drive has nothing to do but to wait for them."""
+
+        def __init__(self) -> None:
+            self._poll = poll()
+            self.register = self._poll.register
+
+        def poll(self, timeout_ms: int | None = None) -> object:
+            if not self._poll.poll(0):
+                while wanted:
+                    wanted.pop()()
+            return self._poll.poll(timeout_ms)
+
+    monkeypatch.setattr(select, "poll", Poll)
+    tags = [rig.start_put(one, b"x", domain=domain(one)) for one in numbers]
+    closing = threading.Thread(target=rig.store.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert [rig.put_done[tag].error for tag in tags] == [None, None]
