@@ -18,7 +18,7 @@ import asyncio
 import atexit
 import tempfile
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -126,6 +126,9 @@ class MemoryNode(Handle):
         try:
             began.result()
         except BaseException:
+            wait([began])  # after Ctrl-C it is still starting
+            if began.exception() is None:
+                self._loop.call_soon_threadsafe(self._stopped.set)
             thread.join()
             raise
         self._thread = thread

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from kvstore import AsyncClient, Block, Hit, block_key
 from kvstore.errors import NodeUnavailable, StorageError
 from kvstore.limits import PAGE_BYTES
 from kvstore.storage.disk import DiskOp, DiskOpKind
-from kvstore.testing import MemoryNode
+from kvstore.testing import MemoryNode, memory_node
 from kvstore.testing.memory_disk import MemoryDisk
 from nic_offload.memory import address_of, set_aside
 
@@ -164,3 +165,24 @@ def test_a_drive_in_memory_conforms_to_the_disk_interface() -> None:
     disk.close()
     assert disk.read_at(8 * PAGE_BYTES, 1) == b"x"  # for the next store that is opened on it
     disk.free()
+
+
+def test_a_start_that_is_interrupted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(Future[None]):
+        def result(self, timeout: float | None = None) -> None:
+            raise KeyboardInterrupt(timeout)
+
+    monkeypatch.setattr(memory_node, "Future", Interrupted)
+
+    def nodes() -> set[threading.Thread]:
+        return {one for one in threading.enumerate() if one.name == "kvstore-node"}
+
+    def start() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            MemoryNode()
+
+    before, starting = nodes(), threading.Thread(target=start, daemon=True)
+    starting.start()
+    starting.join(60)
+    assert not starting.is_alive()
+    assert nodes() == before
