@@ -191,6 +191,9 @@ class Core(Handle):
             self.calls += 1
             try:
                 yield
+            except ValueError:
+                self._check_open()  # it is gRPC's own if the channel was closed since
+                raise
             except (grpc.RpcError, NodeUnavailable) as failure:
                 error = error_from_rpc(doing, failure) if isinstance(failure, grpc.RpcError) else failure
                 # Done once for each failure that the breaker lets through; a reachable node answers at once.
@@ -206,6 +209,9 @@ class Core(Handle):
                 answer: pb.StatusResponse = self.stub.Status(
                     pb.StatusRequest(), timeout=left_s, wait_for_ready=wait_s > 0
                 )
+            except ValueError:
+                self._check_open()  # as above
+                raise
             except grpc.RpcError as failure:
                 error = error_from_rpc(_STATUS, failure)
                 is_away = isinstance(

@@ -8,13 +8,16 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import pytest
+
 from kvstore.client import Client
 from kvstore.errors import Closed, KvError
+from kvstore.names import block_key
 from tests.nic_offload.rig import wait_until
 from tests.stopping import stop
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Callable
 
     from kvstore.demo.node_process import NodeProcess
 
@@ -70,3 +73,28 @@ def test_a_client_that_is_closed_as_its_pump_wakes_for_another_reason_ends(
     assert rung.wait(10)
     closing.join(10)
     assert not closing.is_alive()
+
+
+@pytest.mark.node("shared")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.exists([block_key(b"any")]),
+        lambda client: list(client.get_many_inline([(block_key(b"any"), 64)])),
+        lambda client: client.status(),
+    ],
+    ids=["a look-up", "a stream", "its status"],
+)
+def test_a_client_that_is_closed_as_a_call_begins_is_closed(
+    node: NodeProcess, call: Callable[[Client], object]
+) -> None:
+    client = Client(node.target)
+    check = client._core._check_open
+
+    def close_behind() -> None:
+        check()
+        client.close()
+
+    client._core._check_open = close_behind  # type: ignore[method-assign]
+    with pytest.raises(Closed):
+        call(client)
