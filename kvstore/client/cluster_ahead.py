@@ -243,6 +243,7 @@ class PutPlaces:
     def each(self) -> list[list[PutResult]]:
         """For each block the results of its puts, as they are now."""
         with self.lock:
+            ended = [(part, part.puts.wait(0)) for part in self._parts]  # before failures are looked for
             self._look()
             each: list[list[PutResult]] = [[] for _ in self._keys]
             for at, some in self._waiting.items():
@@ -250,9 +251,9 @@ class PutPlaces:
                 each[at] += [PutResult(self._keys[at], None, late) for _ in some]
             for at, errors in self._failed.items():
                 each[at] += [PutResult(self._keys[at], None, error) for error in errors]
-            for part in filter(self._counts, self._parts):
-                for number, (at, result) in enumerate(zip(part.places, part.puts.wait(0), strict=True)):
-                    if number not in part.moved:
+            for part, results in ended:
+                for number, (at, result) in enumerate(zip(part.places, results, strict=True)):
+                    if self._counts(part) and number not in part.moved:
                         each[at].append(result)
             for at in self._read_by_former():
                 if at in self._reported:
@@ -531,7 +532,7 @@ class ArmedAhead:
         """`current` gives the newest map."""
         self._current = current
         self._changed = threading.Condition()
-        self._followed: list[PutPlaces] = []
+        self._followed: dict[object, PutPlaces] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -541,7 +542,7 @@ class ArmedAhead:
         with self._changed:
             if self._closed:
                 return
-            self._followed.append(places)
+            self._followed[object()] = places
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvstore-ahead", daemon=True)
                 self._thread.start()
@@ -552,9 +553,8 @@ class ArmedAhead:
     def again(self, places: PutPlaces) -> None:
         """Have puts that have ended follow the present owners: one may have been replaced since."""
         if self._follow(places, self._current()):
-            with self._changed:
-                is_followed = any(one is places for one in self._followed)
-            if not is_followed:
+            with self._changed:  # anew: the thread may have seen them end, and drops what it has seen
+                self._followed = {key: one for key, one in self._followed.items() if one is not places}
                 self.add(places)
 
     def close(self) -> None:
@@ -564,8 +564,8 @@ class ArmedAhead:
         with self._changed:
             self._closed = True
             self._changed.notify()
-            followed, self._followed = self._followed, []
-        for places in followed:
+            followed, self._followed = self._followed, {}
+        for places in followed.values():
             places.stop(NodeUnavailable("The client was closed."))
         if self._thread is not None:
             self._thread.join()
@@ -577,11 +577,11 @@ class ArmedAhead:
                 self._changed.wait_for(lambda: self._followed or self._closed)
                 if self._changed.wait_for(lambda: self._closed, CLUSTER_AHEAD_LOOK_MS / 1000):
                     return
-                followed = list(self._followed)
+                followed = dict(self._followed)
             now = self._current()
-            done = {id(places) for places in followed if not self._follow(places, now)}
+            done = {key for key, places in followed.items() if not self._follow(places, now)}
             with self._changed:
-                self._followed = [places for places in self._followed if id(places) not in done]
+                self._followed = {key: one for key, one in self._followed.items() if key not in done}
 
     @staticmethod
     def _follow(places: PutPlaces, now: Map) -> bool:

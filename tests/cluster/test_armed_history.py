@@ -16,12 +16,13 @@ import pytest
 
 from kvstore.client import cluster_ahead
 from kvstore.client.blocks import PutResult
-from kvstore.client.cluster_ahead import Ahead, PutPlaces
+from kvstore.client.cluster_ahead import Ahead, ArmedAhead, PutPlaces
 from kvstore.client.cluster_puts import merged
 from kvstore.client.puts import FailedPut
 from kvstore.cluster.map import Map, Member
 from kvstore.durability import Durability
 from kvstore.errors import DeadlineExceeded, FabricError, KeyTaken, KvError, NodeUnavailable
+from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -445,6 +446,56 @@ def test_a_put_that_may_still_succeed_is_not_reported_as_failed(world: PutHistor
     results = Caller(world, places).results()
     assert {type(one.error) for one in results} == {DeadlineExceeded}
     assert {one.landed_ns for one in results} == {0, 1}
+
+
+def test_a_put_whose_node_goes_away_as_its_result_is_read_is_armed_again(
+    world: PutHistory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = Batch.wait
+
+    def goes_away(batch: Batch, timeout_s: float) -> list[PutResult]:
+        world.kill(batch.node)
+        return wait(batch, timeout_s)
+
+    places = begun(world)
+    with monkeypatch.context() as patched:
+        patched.setattr(Batch, "wait", goes_away)
+        results = Caller(world, places).results()
+    assert {type(one.error) for one in results} == {DeadlineExceeded}
+    places.note_results(results)
+    world.up = set(NODES)
+    assert places.follow(world.map)
+    assert sum(len(batch.rows) for batch in world.live()) == 2 * len(KEYS)
+
+
+class EndedPlaces:
+    """Puts that are armed again by another thread, just after `ArmedAhead`'s own has seen that they have ended."""
+
+    def __init__(self, ahead: ArmedAhead) -> None:
+        self._ahead, self.rounds = ahead, 0
+
+    def follow(self, _: Map) -> bool:
+        if threading.current_thread() is not self._ahead._thread:
+            return True
+        self.rounds += 1
+        if self.rounds == 1:
+            caller = threading.Thread(target=self._ahead.again, args=(self,))
+            caller.start()
+            caller.join()
+        return False
+
+    def stop(self, _: KvError) -> int:
+        return 0
+
+
+def test_puts_that_are_armed_again_as_they_are_seen_to_have_ended_are_followed(world: PutHistory) -> None:
+    ahead = ArmedAhead(lambda: world.map)
+    places = EndedPlaces(ahead)
+    ahead.add(cast("PutPlaces", places))
+    try:
+        wait_until(lambda: places.rounds == 2, "they are followed once more")
+    finally:
+        ahead.close()
 
 
 def is_under_way(world: PutHistory, places: PutPlaces) -> bool:
