@@ -40,6 +40,34 @@ def test_an_empty_ring_holds_as_much_as_its_size_wherever_the_last_piece_ended()
     assert ring.take(11) is None
 
 
+class SharedRing(Ring):
+    """While one thread gives back, another takes as soon as it can read that the ring is empty."""
+
+    _last = 0
+    is_shared = False
+
+    @property
+    def _given_back(self) -> int:
+        last = self._last
+        if self.is_shared and last == self._taken:
+            self.is_shared = False
+            assert self.take(3) == (0, 3)
+        return last
+
+    @_given_back.setter
+    def _given_back(self, given_back: int) -> None:
+        self._last = given_back
+
+
+def test_the_last_piece_may_be_given_back_while_another_thread_takes() -> None:
+    ring = SharedRing(10)
+    got = ring.take(8)
+    assert got is not None
+    ring.is_shared = True
+    ring.give_back(got[1])
+    assert ring.is_shared, "nothing was read after the ring was known to be empty"
+
+
 def test_an_empty_ring_starts_over_and_has_all_of_its_room() -> None:
     ring = Ring(100)
     for _ in range(3):

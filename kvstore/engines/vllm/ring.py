@@ -32,5 +32,6 @@ class Ring:
 
     def give_back(self, size: int) -> None:
         """Free the oldest allocation."""
-        self._given_back += size
-        assert self._given_back <= self._taken
+        given_back = self._given_back + size
+        assert given_back <= self._taken  # before it is known: a ring that is empty begins anew at any time
+        self._given_back = given_back
