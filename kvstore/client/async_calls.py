@@ -21,7 +21,7 @@ from kvstore.limits import ASYNC_CALLS_MAX
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CallThreads"]
+__all__ = ["CallThreads", "ended"]
 
 R = TypeVar("R")
 
@@ -38,11 +38,11 @@ class CallThreads:
         try:
             return await asyncio.shield(under_way)
         except asyncio.CancelledError:
-            await _ended(under_way)  # its memory is in use until then
+            await ended(under_way)  # its memory is in use until then
             if under_way.exception() is None and undo is not None:
                 with suppress(Closed):  # with the client everything has ended
                     undoing = self._begun(partial(undo, under_way.result()))
-                    await _ended(undoing)
+                    await ended(undoing)
                     undoing.exception()
             raise
 
@@ -64,11 +64,11 @@ class CallThreads:
         try:
             await asyncio.shield(closing)
         except asyncio.CancelledError:
-            await _ended(closing)
+            await ended(closing)
             raise
 
 
-async def _ended(under_way: asyncio.Future[Any]) -> None:
+async def ended(under_way: asyncio.Future[Any]) -> None:
     """Wait for its end, even if this is cancelled meanwhile."""
     while not under_way.done():
         with suppress(asyncio.CancelledError):

@@ -7,6 +7,7 @@ is cancelled like one that the node has accepted, since others use the link as w
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -192,13 +193,14 @@ class Asking:
             else:
                 self._client.lose(link, error)
 
+        steps = metadata_of(watch)  # not with the lock held: they may need that of another node's client
         with self._client.lock:
             if not get.ask(deadline_ns):  # and was notified with the reason
                 asked.failed(
                     link.error or DeadlineExceeded("The deadline passed before the node was called.")
                 )
                 return
-            metadata = (*asked.metadata, *metadata_of(watch))
+            metadata = (*asked.metadata, *steps)
             get.on_loss(partial(self._lookups.lost, request_id, Kind.FETCH, began_ns))
             if span is not None:
                 get.on_taken(span.taken)
@@ -231,8 +233,17 @@ class Asking:
                 asked.failed(error)
                 get.refuse(Miss(MissReason.NODE_AWAY, str(error)))
                 return
-        with within(span):
-            failure = self._fetch_by_rpc(get.request(fingerprint), deadline_ns, metadata)
+            request = get.request(fingerprint)
+        try:
+            with within(span):
+                failure = self._fetch_by_rpc(request, deadline_ns, metadata)
+        except BaseException:  # such as a signal's: the node may have been called
+            with self._client.lock:
+                get.cancel()
+                get.rpc_over(was_taken=False)
+            # It ends when it is waited for.
+            threading.Thread(target=get.wait, name="kvstore-get", daemon=True).start()
+            raise
         with self._client.lock:
             if failure is None:
                 get.rpc_over(was_taken=True)

@@ -457,6 +457,9 @@ class Core(Handle):
         if self._fabric is not None:
             self._end_pump()
             atexit.unregister(self._end_pump)
+            with self.lock:
+                for decide in self._settling:  # no event will come any more
+                    decide()
             self._fabric.close()
         close_channel(self.channel)
         os.close(self._wake_fd)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import Client
+from kvstore import FlagWords
+from kvstore.client import Block, Client
 from kvstore.errors import Closed, KvError
 from kvstore.names import block_key
 from tests.nic_offload.rig import wait_until
@@ -73,6 +74,31 @@ def test_a_client_that_is_closed_as_its_pump_wakes_for_another_reason_ends(
     assert rung.wait(10)
     closing.join(10)
     assert not closing.is_alive()
+
+
+def test_puts_that_are_abandoned_as_their_client_is_closed_end_with_it(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.eventfd_read
+    client = Client(node.target, call_timeout_ms=120_000)
+    client.attach()
+    core = client._core
+
+    def read_late(fd: int) -> int:
+        if threading.current_thread() is core._pump:
+            wait_until(lambda: core._stopping, "the client is closed")
+        return read(fd)
+
+    with FlagWords.create(1) as flags:
+        region = client.register(bytearray(4096))
+        puts = client.arm([Block(block_key(b"abandoned"), region, 0, 4096)], flags[0])
+        monkeypatch.setattr(os, "eventfd_read", read_late)
+        abandoning = threading.Thread(target=puts.abandon, daemon=True)
+        abandoning.start()
+        wait_until(lambda: len(core._settling) == 1, "the put is withdrawn")
+        client.close()
+        abandoning.join(20)
+        assert not abandoning.is_alive(), "it does not wait for a call's timeout"
 
 
 @pytest.mark.node("shared")

@@ -24,11 +24,14 @@ from lmcache.v1.storage_backend.connector import CreateConnector  # noqa: E402
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector  # noqa: E402
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend  # noqa: E402
 
+from kvstore.engines.carrier import Carrier  # noqa: E402
 from kvstore.engines.lmcache.connector import TriggerKvConnector  # noqa: E402
 from tests.engines.node import GuardedNode, Node  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from kvstore.engines.carrier import Place
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -209,6 +212,63 @@ def test_a_killed_node_causes_misses_and_leaks_no_memory(
         while (got := one.run(one.ours.get(key(1)))) is None:  # the breaker lets a call through soon
             assert time.monotonic() - begun_s < 30
         assert same(got, chunk)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Transfers of chunks that begin, set the first event, and end once the second is set."""
+    began, goes_on = threading.Event(), threading.Event()
+
+    def moved(_: Carrier, places: list[Place]) -> list[bool]:
+        began.set()
+        assert goes_on.wait(30)
+        return [True] * len(places)
+
+    monkeypatch.setattr(Carrier, "get", moved)
+    monkeypatch.setattr(Carrier, "put", moved)
+    return began, goes_on
+
+
+def cancelled(one: Worker, call: Any, held: tuple[threading.Event, threading.Event]) -> bool:
+    """Cancel a call while it moves a chunk; whether it ended only after that."""
+    began, goes_on = held
+
+    async def cancel() -> bool:
+        task = asyncio.create_task(call)
+        await asyncio.to_thread(began.wait, 30)
+        task.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        has_waited = not task.done()
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return has_waited
+
+    return bool(one.run(cancel()))
+
+
+def test_a_cancelled_get_gives_back_the_memory_of_its_chunks(
+    node: Node, held: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache cancels a get after `blocking_timeout_secs`."""
+    with Worker(node.target) as one:
+        given: list[Any] = []
+        allocate = one.memory.allocate
+        monkeypatch.setattr(
+            one.memory, "allocate", lambda *form, **how: given.append(allocate(*form, **how)) or given[-1]
+        )
+        assert cancelled(one, one.ours.batched_get([key(1), key(2)]), held), (
+            "it waits for the bytes under way"
+        )
+        assert [chunk.get_ref_count() for chunk in given] == [0, 0]
+
+
+def test_a_cancelled_put_ends_once_its_memory_is_not_read_any_more(
+    node: Node, held: tuple[threading.Event, threading.Event]
+) -> None:
+    with Worker(node.target) as one:
+        assert cancelled(one, one.ours.put(key(1), one.chunk(1)), held)
 
 
 def test_an_invalid_configuration_is_refused_at_the_start(node: Node) -> None:

@@ -224,6 +224,26 @@ def test_a_closed_adapter_fails_and_raises_nothing(node: Node) -> None:
     assert not adapter.report_status()["is_healthy"]
 
 
+def test_a_task_that_begins_as_the_adapter_is_closed_raises_nothing(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = Arena()
+    adapter = opened(node.target, arena)
+    submit = adapter._loads.thread.submit
+
+    def close_before(run: Any) -> Any:
+        if adapter._lock.acquire(blocking=False):  # else a thread that closes it would wait
+            adapter._lock.release()
+            adapter.close()
+        return submit(run)
+
+    monkeypatch.setattr(adapter._loads.thread, "submit", close_before)
+    task = adapter.submit_load_task([key("x")], [arena.object(0)])
+    _signalled(adapter.get_load_event_fd())
+    assert adapter.query_load_result(task) is not None
+    adapter.close()
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_node_that_hangs_or_dies_costs_no_more_than_the_deadline(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch

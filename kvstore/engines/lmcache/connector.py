@@ -29,6 +29,7 @@ from lmcache.v1.storage_backend.connector import (
 )
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
+from kvstore.client.async_calls import ended
 from kvstore.engines.carrier import Carrier, part_keys
 from kvstore.engines.common_settings import EngineSettings
 from kvstore.engines.lmcache.objects import chunk_key, place
@@ -149,16 +150,14 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
     async def batched_get(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
         """Get chunks; None for each that is missing."""
         nothing: list[MemoryObj | None] = [None] * len(keys)
-        return await self._elsewhere("Getting chunks", lambda: self._get(keys), nothing)
+        return await self._elsewhere("Getting chunks", lambda: self._get(keys), nothing, _release)
 
     async def batched_get_non_blocking(self, lookup_id: str, keys: list[CacheEngineKey]) -> list[MemoryObj]:
         """Get chunks up to the first that is missing."""
         del lookup_id
         chunks = await self.batched_get(keys)
         count = next((number for number, one in enumerate(chunks) if one is None), len(chunks))
-        for one in chunks[count:]:
-            if one is not None:
-                one.ref_count_down()
+        _release(chunks[count:])
         return [one for one in chunks[:count] if one is not None]
 
     def _get(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
@@ -228,15 +227,33 @@ class TriggerKvConnector(RemoteConnector):  # type: ignore[misc]
 
         await asyncio.to_thread(close)
 
-    async def _elsewhere(self, doing: str, work: Callable[[], T], failed: T) -> T:
-        """Call a function in a thread, so that LMCache's loop is not blocked."""
+    async def _elsewhere(
+        self, doing: str, work: Callable[[], T], failed: T, undo: Callable[[T], None] | None = None
+    ) -> T:
+        """Call a function in a thread, so that LMCache's loop is not blocked.
+
+        If this is cancelled, it waits for the function, which uses LMCache's memory, and undoes what it has done.
+        """
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._threads, lambda: _safely(doing, work, failed)
-            )
+            call = self._threads.submit(_safely, doing, work, failed)
         except RuntimeError as error:  # the connector is closed
             log.debug("%s: %s", doing, error)
             return failed
+        under_way = asyncio.wrap_future(call)
+        try:
+            return await asyncio.shield(under_way)
+        except asyncio.CancelledError:
+            if not call.cancel():  # it has begun
+                await ended(under_way)
+                if undo is not None:
+                    undo(under_way.result())
+            raise
+
+
+def _release(chunks: Sequence[MemoryObj | None]) -> None:
+    for one in chunks:
+        if one is not None:
+            one.ref_count_down()
 
 
 def _safely(doing: str, work: Callable[[], T], failed: T) -> T:

@@ -226,11 +226,6 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
             return set(self._formats)
 
     def _submit(self, tasks: _Tasks, work: Callable[[], T], failed: T) -> int:
-        with self._lock:
-            number, self._next_task = self._next_task, self._next_task + 1
-            is_taken = not self._closed and tasks.waiting < LMCACHE_TASKS_MAX
-            tasks.waiting += is_taken
-
         def run() -> None:
             result = failed
             try:
@@ -245,10 +240,12 @@ class TriggerKvL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # lmcache i
                     tasks.waiting -= 1
                 os.eventfd_write(tasks.fd, 1)
 
-        if is_taken:
-            tasks.thread.submit(run)
-        else:
-            with self._lock:
+        with self._lock:  # which `close` takes before it ends the threads
+            number, self._next_task = self._next_task, self._next_task + 1
+            if not self._closed and tasks.waiting < LMCACHE_TASKS_MAX:
+                tasks.waiting += 1
+                tasks.thread.submit(run)
+            else:
                 tasks.results[number] = failed
                 if not self._closed:
                     os.eventfd_write(tasks.fd, 1)
