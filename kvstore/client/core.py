@@ -148,8 +148,7 @@ class Core(Handle):
                     target=self._run_pump, args=(self._fabric,), name="kvstore-pump", daemon=True
                 )
                 self._pump.start()
-                # The fabric is closed at interpreter exit, and nothing may take events from it by then.
-                atexit.register(self._end_pump)
+                atexit.register(self._end_at_exit)
             return self._fabric
 
     def _open_fabric(self) -> tuple[Fabric, str]:
@@ -435,6 +434,20 @@ class Core(Handle):
         """Whether this process was forked from the client's: connections, threads and held locks are its parent's."""
         return os.getpid() != self._pid
 
+    def _end_at_exit(self) -> None:
+        """The interpreter exits, and closes the fabric next: no thread may use it by then."""
+        if not self.is_inherited:
+            self._end_link()
+            self._end_pump()
+
+    def _end_link(self) -> None:
+        with self.lock:
+            self._closed = True
+            closed = NodeUnavailable("The client was closed.")
+            if self.link is not None:
+                self.lose(self.link, closed)
+            self.unlinked.lose(closed)
+
     def _end_pump(self) -> None:
         self._stopping = True
         os.eventfd_write(self._wake_fd, 1)
@@ -449,14 +462,10 @@ class Core(Handle):
         with self._attaching, self.lock:
             if self._closed:
                 return
-            self._closed = True
-            closed = NodeUnavailable("The client was closed.")
-            if self.link is not None:
-                self.lose(self.link, closed)
-            self.unlinked.lose(closed)
+            self._end_link()
         if self._fabric is not None:
             self._end_pump()
-            atexit.unregister(self._end_pump)
+            atexit.unregister(self._end_at_exit)
             with self.lock:
                 for decide in self._settling:  # no event will come any more
                     decide()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -99,6 +101,34 @@ def test_puts_that_are_abandoned_as_their_client_is_closed_end_with_it(
         client.close()
         abandoning.join(20)
         assert not abandoning.is_alive(), "it does not wait for a call's timeout"
+
+
+_EXITS = """
+import atexit, sys
+from kvstore.client import Client
+from kvstore.errors import KvError, NodeUnavailable
+from kvstore.names import block_key
+
+def late():  # as other threads may do it while the interpreter exits
+    client._core.lose(link, NodeUnavailable("The node went away."))
+    try:
+        client.exists([block_key(b"any")])
+    except KvError as error:
+        print(link.error, type(error).__name__)
+
+atexit.register(late)  # called last
+client = Client(sys.argv[1])
+client.attach()
+link = client._core.link
+"""
+
+
+@pytest.mark.node("shared")
+def test_a_client_is_closed_at_the_interpreters_exit_before_its_fabric(node: NodeProcess) -> None:
+    """Another thread that ends its link after that would use what has been freed."""
+    child = [sys.executable, "-c", _EXITS, node.target]
+    ended = subprocess.run(child, capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "The client was closed. Closed\n"
 
 
 @pytest.mark.node("shared")
