@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from kvstore.client.blocks import Block
-    from kvstore.client.core import Core
     from kvstore.client.gets import Ended
     from kvstore.client.grpc_blocks import InlineCalls
 
@@ -107,12 +106,11 @@ class Again:
 class GrpcGet:
     """One batch of blocks being fetched by another thread.
 
-    `ended` is called once, with the client's lock held and all outcomes, when the last is known.
+    `ended` is called once, with all outcomes, when the last is known.
     """
 
     def __init__(
         self,
-        core: Core,
         inline: InlineCalls,
         blocks: Sequence[Block],
         fingerprint: bytes,
@@ -121,7 +119,7 @@ class GrpcGet:
         ended: Ended | None,
     ) -> None:
         """`submit` has a thread call something."""
-        self._core, self._ended = core, ended
+        self._ended = ended
         self._outcomes: list[Hit | Miss] = []
         self._blocks = len(blocks)
         self._is_over = False
@@ -153,9 +151,8 @@ class GrpcGet:
                 self._outcomes += [miss] * (self._blocks - len(self._outcomes))
         self._held.close()
         try:
-            if self._ended is not None:
-                with self._core.lock:
-                    self._ended(self._outcomes)
+            if self._ended is not None:  # without a lock: it may close the client, which waits for its pump
+                self._ended(self._outcomes)
         finally:
             with self._came:
                 self._is_over = True

@@ -106,7 +106,6 @@ class GrpcTransport:
             raise InvalidArgument("A block of pieces can't be fetched in the background: use `get`.")
         check_gets(self._core.open_fabric, blocks, BATCH_BLOCKS_MAX)
         return GrpcGet(
-            self._core,
             self._inline,
             blocks,
             self._fingerprint(layout),

@@ -21,6 +21,7 @@ from kvstore.errors import (
     ConfigError,
     DeadlineExceeded,
     FabricUnavailable,
+    KvError,
     NodeUnavailable,
     NotAuthenticated,
     NotRegistered,
@@ -339,6 +340,20 @@ def test_a_callback_may_raise_or_close_the_client(rig: GrpcClient) -> None:
     assert [type(one) for one in closed.wait()] == [Miss]
     with pytest.raises(Closed):
         rig.client.get([rig.block(9)])
+
+
+def test_a_callback_holds_up_no_put_of_the_client(rig: GrpcClient) -> None:
+    """A client that is closed by it waits for the thread that fires them."""
+    errors: list[KvError | None] = []
+    with FlagWords.create(1) as flags:
+        puts = rig.client.arm([rig.block(1)], flags[0])
+
+        def fire(_: object) -> None:
+            flags[0].store(1)
+            errors.extend(one.error for one in puts.wait(20))
+
+        rig.client.getting([rig.block(9)], ended=fire).wait()
+    assert errors == [None]
 
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])

@@ -255,9 +255,12 @@ def test_a_cancelled_get_gives_back_the_memory_of_its_chunks(
     with Worker(node.target) as one:
         given: list[Any] = []
         allocate = one.memory.allocate
-        monkeypatch.setattr(
-            one.memory, "allocate", lambda *form, **how: given.append(allocate(*form, **how)) or given[-1]
-        )
+
+        def recorded(*shape: Any, **how: Any) -> Any:
+            given.append(allocate(*shape, **how))
+            return given[-1]
+
+        monkeypatch.setattr(one.memory, "allocate", recorded)
         assert cancelled(one, one.ours.batched_get([key(1), key(2)]), held), (
             "it waits for the bytes under way"
         )
