@@ -357,8 +357,12 @@ class Core(Handle):
         with self.lock:
             self.link = link
         link.watch_for_loss(lambda lost, why: self.lose(lost, NodeUnavailable(f"The node went away: {why}.")))
-        with self.fabric_breaker.call():
-            say_first_word(self, link, max(0.0, until_s - time.monotonic()))
+        try:
+            with self.fabric_breaker.call():
+                say_first_word(self, link, max(0.0, until_s - time.monotonic()))
+        except BaseException:  # such as a signal's: the pump looks after no link that isn't proved
+            self.lose(link, NodeUnavailable("Attaching was interrupted."))
+            raise
         self._proved = link
         os.eventfd_write(self._wake_fd, 1)  # from now on the pump looks after it
         return link

@@ -1,4 +1,4 @@
-"""Closing a client while a call of it is under way."""
+"""Closing a client, or interrupting it, while a call of it is under way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvstore import FlagWords
-from kvstore.client import Block, Client
+from kvstore.client import Block, Client, core
 from kvstore.errors import Closed, KvError
 from kvstore.names import block_key
 from tests.nic_offload.rig import wait_until
@@ -84,11 +84,11 @@ def test_puts_that_are_abandoned_as_their_client_is_closed_end_with_it(
     read = os.eventfd_read
     client = Client(node.target, call_timeout_ms=120_000)
     client.attach()
-    core = client._core
+    own = client._core
 
     def read_late(fd: int) -> int:
-        if threading.current_thread() is core._pump:
-            wait_until(lambda: core._stopping, "the client is closed")
+        if threading.current_thread() is own._pump:
+            wait_until(lambda: own._stopping, "the client is closed")
         return read(fd)
 
     with FlagWords.create(1) as flags:
@@ -97,10 +97,26 @@ def test_puts_that_are_abandoned_as_their_client_is_closed_end_with_it(
         monkeypatch.setattr(os, "eventfd_read", read_late)
         abandoning = threading.Thread(target=puts.abandon, daemon=True)
         abandoning.start()
-        wait_until(lambda: len(core._settling) == 1, "the put is withdrawn")
+        wait_until(lambda: len(own._settling) == 1, "the put is withdrawn")
         client.close()
         abandoning.join(20)
         assert not abandoning.is_alive(), "it does not wait for a call's timeout"
+
+
+@pytest.mark.node("shared")
+def test_an_interrupted_attach_leaves_no_link_that_is_not_looked_after(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Client(node.target) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(core, "say_first_word", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                client.attach()
+        client.attach()
+        assert client._core.proved is not None
 
 
 _EXITS = """
