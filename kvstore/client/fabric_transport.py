@@ -34,6 +34,7 @@ from kvstore.errors import (
     FabricUnavailable,
     InvalidArgument,
     KvError,
+    NodeUnavailable,
     NotEncrypted,
     Overloaded,
 )
@@ -150,6 +151,9 @@ class FabricTransport:
         except KvError:
             with core.lock:
                 link.give_back_words(words)
+            raise
+        except BaseException:  # such as a signal's: the node may have granted slots that nothing gives back
+            core.lose(link, NodeUnavailable("A reservation was interrupted, and its slots are given back."))
             raise
         if span is not None:
             span.reserved()

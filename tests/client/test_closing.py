@@ -16,6 +16,8 @@ from kvstore import FlagWords
 from kvstore.client import Block, Client, core
 from kvstore.errors import Closed, KvError
 from kvstore.names import block_key
+from nic_offload.caller import PLACES
+from nic_offload.group import Group
 from tests.nic_offload.rig import wait_until
 from tests.stopping import stop
 
@@ -117,6 +119,26 @@ def test_an_interrupted_attach_leaves_no_link_that_is_not_looked_after(
                 client.attach()
         client.attach()
         assert client._core.proved is not None
+
+
+@pytest.mark.node("shared")
+def test_an_interrupted_reservation_takes_no_place_from_later_calls(
+    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Client(node.target) as client, client.register(bytearray(4096)) as region:
+        blocks = [Block(block_key(b"interrupted"), region, 0, 4096)]
+        with monkeypatch.context() as patched:
+            patched.setattr(Group, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                client.reserve(blocks)
+        client.reserve(blocks).give_back()
+        link = client._core.link
+        assert link is not None
+        assert link.calls is not None
+        assert link.calls.caller.free_places == PLACES
 
 
 _EXITS = """
