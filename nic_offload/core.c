@@ -213,9 +213,10 @@ static void close_regions_of(struct tk_fabric *fabric, const struct tk_endpoint 
  * may complete an operation later still: then the items are kept until it does. */
 int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 {
-	if (fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint) && nic_flush(fabric) == NOT_YET) {
+	int unflushed = fabric->nic.own_counters && nic_is_tied_to(fabric, endpoint) ? nic_flush(fabric) : 0;
+	if (unflushed) { /* or NOT_YET */
 		withdraw_all(fabric, endpoint); /* what was taken back before the flush must not fire during it */
-		return NOT_YET;
+		return unflushed;
 	}
 	receivers_end(fabric, endpoint);
 	lanes_forget(fabric, endpoint);
@@ -251,10 +252,24 @@ int close_endpoint(struct tk_fabric *fabric, struct tk_endpoint *endpoint)
 	return status;
 }
 
+static void unlist(struct tk_fabric *fabric, const struct tk_endpoint *endpoint)
+{
+	pthread_mutex_lock(&fabric->handle_lock);
+	struct tk_endpoint **link = &fabric->endpoints;
+	while (*link != endpoint)
+		link = &(*link)->next;
+	*link = endpoint->next;
+	pthread_mutex_unlock(&fabric->handle_lock);
+}
+
 int core_close_endpoint(struct tk_fabric *fabric, void *argument)
 {
+	struct tk_endpoint *endpoint = *(struct tk_endpoint **)argument;
 	rest_look_again(fabric);
-	return close_endpoint(fabric, *(struct tk_endpoint **)argument);
+	int status = close_endpoint(fabric, endpoint);
+	if (status != NOT_YET && status != TK_UNFLUSHED)
+		unlist(fabric, endpoint);
+	return status;
 }
 
 /* Bytes on the wire can't be recalled, and landed bytes are only being checksummed. Operations at a NIC with its own

@@ -75,7 +75,7 @@ int tk_library_providers(struct tk_provider_info *out, int out_max);
 
 int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, uint64_t answer_ns, uint32_t flags,
 		   struct tk_fabric **out, char *message);
-int tk_fabric_close(struct tk_fabric *fabric);
+int tk_fabric_close(struct tk_fabric *fabric); /* TK_UNFLUSHED: nothing is freed, as with TK_STUCK */
 int tk_fabric_event_fd(struct tk_fabric *fabric);
 #define TK_FLAG_IN_MESSAGE 1 /* a put's flag travels in one message with its bytes */
 #define TK_BINDS_MEMORY 2    /* peers reach memory only through the endpoint to which it is bound */
@@ -93,6 +93,7 @@ void tk_fabric_shrink(struct tk_fabric *fabric); /* frees work items not needed 
  * port. The key of memory registered through an endpoint is invalid at endpoints of other domains. */
 int tk_endpoint_open(struct tk_fabric *fabric, const void *source, size_t length, uint32_t domain,
 		     struct tk_endpoint **out, char *message);
+/* TK_UNFLUSHED: the NIC may still fire some of its operations, so it stays open, and can be closed again. */
 int tk_endpoint_close(struct tk_endpoint *endpoint);
 int tk_endpoint_address(struct tk_endpoint *endpoint, void *out);
 int tk_endpoint_listener(struct tk_endpoint *endpoint); /* the provider's own descriptor; -ENOENT: it listens on none */

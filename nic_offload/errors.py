@@ -32,6 +32,7 @@ __all__ = [
 
 _SHOWN_MAX = 60  # characters
 _STUCK = -errno.EDEADLK  # the C core's TK_STUCK
+_UNFLUSHED = -errno.EINPROGRESS  # and its TK_UNFLUSHED
 
 
 def shown(value: object) -> str:
@@ -69,6 +70,11 @@ class FabricError(KvError):
             return FabricStuck(
                 f"{doing} got no answer: the provider hangs, on shm perhaps because a peer died with its lock."
                 " Close the fabric, which may take as long, and open another."
+            )
+        if code == _UNFLUSHED:
+            return cls(
+                f"{doing} failed: the NIC keeps operations that it was to drop, so the memory that they use stays"
+                " registered; close the endpoint again, or end the process."
             )
         kind = NoMemory if code == -errno.ENOMEM else cls
         return kind(f"{doing} failed: {os.strerror(-code)} ({code}).")

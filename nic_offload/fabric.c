@@ -188,10 +188,8 @@ int tk_fabric_open(const char *provider, const char *node, uint32_t work_max, ui
 		status = -ENOMEM;
 	else if (!(status = rest_open(fabric)))
 		status = open_provider(fabric, provider, node, flags, message);
-	if (!status) {
+	if (!status)
 		status = -pthread_create(&fabric->thread, NULL, core_progress, fabric);
-		fabric->thread_started = !status;
-	}
 	if (status) {
 		free_fabric(fabric);
 		return status;
@@ -245,10 +243,11 @@ int tk_fabric_close(struct tk_fabric *fabric)
 	pthread_mutex_unlock(&fabric->inbox_lock);
 	if (!ended)
 		return TK_STUCK;
-	if (fabric->thread_started)
-		pthread_join(fabric->thread, NULL);
-	free_fabric(fabric);
-	return 0;
+	pthread_join(fabric->thread, NULL);
+	int status = fabric->end_status;
+	if (!status)
+		free_fabric(fabric);
+	return status;
 }
 
 int tk_fabric_event_fd(struct tk_fabric *fabric)

@@ -269,7 +269,7 @@ struct nic {
 	uint64_t kicked_ns;
 	int flushing;	   /* `flusher` is running; meanwhile counters can be neither read nor set, only added to */
 	int flushed;	   /* atomic: it has finished */
-	int flush_status, just_flushed; /* the latter: the NIC holds nothing, and nothing has been handed over since */
+	int flush_status, just_flushed; /* the latter: a flush has ended, and nothing has been handed over since */
 	uint64_t flush_began_ns;
 	pthread_t flusher;
 };
@@ -294,7 +294,6 @@ struct tk_fabric {
 	int is_serving;	   /* atomic: the fabric has a receiver, lanes or a shelf */
 	int sleep_fd; /* the descriptors the thread sleeps on: `wake_fd`, bells, and known sockets */
 	pthread_t thread;
-	int thread_started;
 
 	pthread_mutex_t handle_lock;
 	struct tk_region *regions;
@@ -318,7 +317,7 @@ struct tk_fabric {
 	struct command *put_off; /* used only by the thread that runs the rounds */
 	uint64_t answer_ns; /* the deadline for the thread to answer a call */
 	int stuck;	    /* atomic: the thread has missed it once, and gets no more calls */
-	int stop, ended;
+	int stop, ended, end_status; /* the latter: 0, or TK_UNFLUSHED */
 	int posted_something; /* atomic: the inbox has something, or a command waits */
 	int sleeping;	      /* atomic */
 	int sockets_changed;  /* atomic: the search for sockets must be repeated */

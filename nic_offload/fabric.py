@@ -55,7 +55,7 @@ ANSWER_TIMEOUT_MS = 10_000  # for the progress thread; a flush of a whole domain
 WORK_MAX = 1 << 18  # puts and watches queued in one fabric at a time
 _REAP_MAX = 256
 _WORDS_MIN = 64
-_given_up: list[Fabric] = []  # stuck when they were closed: their threads may touch their memory at any time
+_given_up: list[Fabric] = []  # not closed: their threads, or the NIC, may touch their memory at any time
 _open: set[Fabric] = set()  # open ones stay alive even if unreferenced, because their threads do
 _EVENT = struct.Struct("=QQQii")  # struct tk_event, whose fields have no gaps
 assert _EVENT.size == ffi.sizeof("struct tk_event")
@@ -263,10 +263,8 @@ class Endpoint(Handle):
         if code:
             why = ffi.string(message).decode() or f"code {code}"
             raise FabricError(f"The provider {fabric.provider} could not open an endpoint: {why}.")
-        self.handle: Any = out[0]
-        self.pointer = int(ffi.cast("uintptr_t", self.handle))
+        self._attach(out[0])
         self.tag_bytes = 0  # size of the tag after authenticated bytes
-        fabric.endpoints.add(self)
 
     def address(self) -> bytes:
         """The name by which a peer reaches this endpoint; opaque, provider-specific."""
@@ -330,14 +328,25 @@ class Endpoint(Handle):
             raise FabricError.from_code("Sharing memory with a peer", code)
 
     def close(self) -> None:
-        """End everything that goes through this endpoint; its puts and watches are dropped silently."""
+        """End everything that goes through this endpoint; its puts and watches are dropped silently.
+
+        If the NIC doesn't drop what it has, this is a FabricError, and the endpoint stays open, with its memory.
+        """
         if self.handle is None:
             return
         handle = self.handle
         self.detach()
         code = lib.tk_endpoint_close(handle)
+        with self._fabric.closing:
+            if code == lib.TK_UNFLUSHED and not self._fabric.closed:
+                self._attach(handle)
         if code:
             raise FabricError.from_code("Closing an endpoint", code)
+
+    def _attach(self, handle: Any) -> None:
+        self.handle: Any = handle
+        self.pointer = int(ffi.cast("uintptr_t", handle))
+        self._fabric.endpoints.add(self)
 
     def detach(self) -> None:
         """Mark the handle as closed: the fabric that owned it is closed, or is closing it."""
@@ -527,8 +536,9 @@ class Fabric(Handle):
     def close(self) -> None:
         """Stop the thread and close everything that belongs to the fabric, endpoints and regions included.
 
-        After this no peer can write to any of its regions, and nothing reads from them. If it raises `FabricStuck`
-        that is not guaranteed, and the memory of the regions is kept until the process ends.
+        After this no peer can write to any of its regions, and nothing reads from them. If it raises, because the
+        provider hangs or the NIC keeps operations, that is not guaranteed, and the memory of the regions is kept
+        until the process ends.
         """
         with self.closing:
             if self.handle is None:
@@ -538,14 +548,15 @@ class Fabric(Handle):
             if not _open:
                 atexit.unregister(_close_at_exit)
             code = lib.tk_fabric_close(handle)
-            if code == lib.TK_STUCK:
+            is_kept = code in (lib.TK_STUCK, lib.TK_UNFLUSHED)
+            if is_kept:
                 _given_up.append(self)
             else:
                 self._words.clear()
             for endpoint in tuple(self.endpoints):
                 endpoint.detach()
             for region in tuple(self.regions):
-                region._detach(release=code != lib.TK_STUCK)  # noqa: SLF001 - of this module
+                region._detach(release=not is_kept)  # noqa: SLF001 - of this module
             for counter in tuple(self.counters):
                 counter.detach()
         if code:  # a forked child has neither the thread nor the connections, and must leave both alone

@@ -140,17 +140,10 @@ int tk_endpoint_close(struct tk_endpoint *endpoint)
 	struct tk_fabric *fabric = endpoint->fabric;
 	if (!fabric_is_ours(fabric))
 		return -ECHILD;
-	pthread_mutex_lock(&fabric->handle_lock);
-	for (struct tk_endpoint **link = &fabric->endpoints; *link; link = &(*link)->next)
-		if (*link == endpoint) {
-			*link = endpoint->next;
-			break;
-		}
-	pthread_mutex_unlock(&fabric->handle_lock);
 	uint32_t domain = endpoint->domain;
 	int status = on_the_thread(fabric, core_close_endpoint, &endpoint, sizeof endpoint);
-	if (status == TK_STUCK)
-		return status;
+	if (status == TK_STUCK || status == TK_UNFLUSHED || status == -ESHUTDOWN)
+		return status; /* the fabric still has it */
 	endpoint_free(endpoint);
 	domain_leave(fabric, domain);
 	return status;

@@ -157,10 +157,16 @@ static void take_back_early(struct tk_fabric *fabric)
 	}
 }
 
+static void flush_now(struct tk_fabric *fabric)
+{
+	int status = fi_control(&fabric->domains->fid->fid, FI_FLUSH_WORK, NULL);
+	fabric->nic.flush_status = status ? TK_UNFLUSHED : 0;
+}
+
 static void *flush(void *argument)
 {
 	struct tk_fabric *fabric = argument;
-	fabric->nic.flush_status = fi_control(&fabric->domains->fid->fid, FI_FLUSH_WORK, NULL);
+	flush_now(fabric);
 	__atomic_store_n(&fabric->nic.flushed, 1, __ATOMIC_RELEASE);
 	fabric_wake(fabric);
 	return NULL;
@@ -179,7 +185,7 @@ int nic_flush(struct tk_fabric *fabric)
 {
 	struct nic *nic = &fabric->nic;
 	if (nic->just_flushed)
-		return 0;
+		return nic->flush_status;
 	if (nic->flushing)
 		return NOT_YET;
 	take_back_early(fabric);
@@ -189,9 +195,10 @@ int nic_flush(struct tk_fabric *fabric)
 	nic->flushing = !pthread_create(&nic->flusher, NULL, flush, fabric);
 	if (nic->flushing)
 		return NOT_YET;
-	if (!fi_control(&fabric->domains->fid->fid, FI_FLUSH_WORK, NULL))
+	flush_now(fabric);
+	if (!nic->flush_status)
 		settle_all(fabric);
-	return 0;
+	return nic->flush_status;
 }
 
 int nic_end_flush(struct tk_fabric *fabric)

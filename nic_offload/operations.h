@@ -24,6 +24,7 @@ struct tk_pieces;
 #define TK_ADDRESS_BYTES 256
 #define TK_MESSAGE_BYTES 256
 #define TK_STUCK -35 /* -EDEADLK: the progress thread did not answer; see `tk_fabric_open` */
+#define TK_UNFLUSHED -115 /* -EINPROGRESS: the NIC still has operations, because a flush failed; see `tk_endpoint_close` */
 
 enum tk_event_kind {
 	TK_FIRED,	/* value: the nanosecond at which the threshold was seen reached; only with TK_REPORT_FIRED,

@@ -62,7 +62,7 @@ void nic_follow_word(struct tk_fabric *fabric, struct tk_counter *counter, uint6
 int nic_completed(struct tk_fabric *fabric, void *context, int status);
 int nic_poll(struct tk_fabric *fabric);
 int nic_take_back(struct tk_fabric *fabric, struct tk_counter *counter);
-int nic_flush(struct tk_fabric *fabric); /* 0: done; NOT_YET: call again when it has ended */
+int nic_flush(struct tk_fabric *fabric); /* 0: done; NOT_YET: call again when it has ended; TK_UNFLUSHED: it failed */
 int nic_end_flush(struct tk_fabric *fabric); /* returns whether one has ended */
 void nic_flush_at_last(struct tk_fabric *fabric); /* flushes before the thread ends, and waits for it */
 int nic_withdraw(struct tk_fabric *fabric, struct work *work);

@@ -99,7 +99,8 @@ void *core_progress(void *argument)
 	}
 	nic_flush_at_last(fabric);
 	for (struct tk_endpoint *endpoint = fabric->endpoints; endpoint; endpoint = endpoint->next)
-		close_endpoint(fabric, endpoint);
+		if (close_endpoint(fabric, endpoint) == TK_UNFLUSHED)
+			fabric->end_status = TK_UNFLUSHED;
 	refuse_put_off(fabric);
 	lanes_end(fabric);
 	readers_end(fabric);
