@@ -223,7 +223,7 @@ def test_a_full_ring_skips_blocks_and_the_compute_stream_continues(
 def test_memory_of_an_abandoned_put_is_not_reused_while_a_copy_may_arrive(
     memory_node: MemoryNode, device: Refusing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.engines.vllm.device_transport.VLLM_DEVICE_COPY_MS", 50)
+    monkeypatch.setattr("kvstore.engines.vllm.device_saves.VLLM_DEVICE_COPY_MS", 50)
     engine = engine_of(memory_node, device, host_bytes=2 * BLOCK_BYTES, save_timeout_ms=50)
     values = random_values(SHAPE, [1, 2])
     engine.step(wanted_of(1, 2), values)

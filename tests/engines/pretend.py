@@ -150,7 +150,7 @@ class FakeTransport:
         self._copies = staging(memory, 1 << 20)
         self.saves = Saves(memory, self._copies, self)
 
-    def send(self, objects: Sequence[Copied]) -> Any:
+    def send(self, objects: Sequence[Copied], copying_s: float = 0.0) -> Any:  # noqa: ARG002
         for one in objects:
             content = self._copies[one.offset : one.offset + one.length]
             self._node.objects.setdefault(one.key, content)

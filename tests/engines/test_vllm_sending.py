@@ -49,9 +49,10 @@ class FakeClient:
     def __init__(self, *, room: int = 9, lands: bool = True) -> None:
         self.room, self.lands = room, lands
         self.puts: list[FakePuts] = []
+        self.copying_s = 0.0
 
     def arm(self, blocks: list[Any], *, timeout_s: float) -> Any:
-        assert 0 < timeout_s <= 5
+        assert self.copying_s < timeout_s <= self.copying_s + 5
         if sum(not one.has_ended for one in self.puts) >= self.room:
             raise Overloaded("There are no slots.")
         self.puts.append(FakePuts(len(blocks), lands=self.lands))
@@ -66,6 +67,13 @@ def test_a_late_put_is_ended_before_its_memory_is_reused() -> None:
     client = FakeClient(lands=False)
     sender(client).send(PAGES)
     assert [one.abandoned for one in client.puts] == [1, 1]
+
+
+def test_the_time_that_copies_take_is_added_to_the_time_for_sending() -> None:
+    client = FakeClient()
+    client.copying_s = 600.0
+    sender(client).send(PAGES, copying_s=client.copying_s)
+    assert len(client.puts) == 2
 
 
 def test_our_own_puts_that_hold_the_slots_are_awaited() -> None:

@@ -10,33 +10,46 @@ copied each time, and its objects wait for the step's last number.
 
 What always holds: the guarantees of `saving`; an object is sent only with what the step computed last; memory of a
 batch is reused only after the flag has shown that all copies into it are done. A step that finds no room is skipped and
-counted. If the device refuses work, nothing of the step is sent.
+counted. If the device refuses work, nothing of the step is sent. Copies are waited for until VLLM_DEVICE_COPY_MS after
+their step, so that a device that hangs holds up the engine's exit once, and not for each batch.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvstore.clock import SystemClock
 from kvstore.engines.vllm.saving import Batch, Saved, Saves
 from kvstore.errors import KvError
+from kvstore.limits import VLLM_DEVICE_COPY_MS
 from nic_offload.device import Copy
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Iterator, Sequence
 
+    from kvstore.clock import Clock
     from kvstore.engines.copy_flag import CopyFlag
     from kvstore.engines.vllm.connector_metadata import Wanted
     from kvstore.engines.vllm.device_memory import DeviceMemory
-    from kvstore.engines.vllm.saving import Sender
+    from kvstore.engines.vllm.saving import Sender, Sent
 
 __all__ = ["DeviceSaves"]
 
 log = logging.getLogger(f"vllm.{__name__}")  # whose handlers and level are the engine's
+
+
+class _Late(NamedTuple):
+    """Objects that the device did not copy in time, and that are not sent."""
+
+    objects: int
+
+    def outcome(self, wait_s: float) -> list[bool | None]:  # noqa: ARG002
+        return [False] * self.objects
 
 
 class DeviceSaves(Saves):
@@ -53,6 +66,7 @@ class DeviceSaves(Saves):
         self._left: dict[tuple[int, int], set[str]] = {}  # of these, the ones that are not copied yet
         self._is_broken = False
         self._held: deque[Batch] = deque()  # the thread's own: released, but copies may be pending
+        self._clock: Clock = SystemClock()
 
     def begin(self, blocks: Sequence[Wanted]) -> None:
         """Record the blocks that this step computes."""
@@ -93,12 +107,13 @@ class DeviceSaves(Saves):
             device.wait(device.current_stream(), device.record(self._side))
         except KvError as error:
             self._refused(error)
+        copied_by_ns = self._clock.monotonic_ns() + VLLM_DEVICE_COPY_MS * 1_000_000
         is_withheld = bool(self._undone) or not is_sound
         if is_withheld and not batches:
             self._outcomes.append(Saved([], withheld=self._pages_of(blocks)))
         for batch in batches:
             batch.thresholds = [value or copied_at for value in batch.thresholds]
-            batch.copied_at = copied_at
+            batch.copied_at, batch.copied_by_ns = copied_at, copied_by_ns
             batch.is_withheld = is_withheld or self._is_broken
             if batch.is_withheld:
                 pages = self._pages_of(batch.blocks)
@@ -142,6 +157,12 @@ class DeviceSaves(Saves):
         self._is_broken = True
 
     # --- the thread
+
+    def _send(self, batch: Batch) -> Sent:
+        left_s = max(0.0, (batch.copied_by_ns - self._clock.monotonic_ns()) / 1e9)
+        if not left_s and not self._flag.has(batch.copied_at):
+            return _Late(len(batch.blocks) * len(self._memory.groups[batch.blocks[0].group].runs))
+        return self._sender.send(self._objects(batch), left_s)
 
     def _release(self, batch: Batch) -> None:
         self._held.append(batch)

@@ -72,7 +72,6 @@ class DeviceTransport:
         self._windows: queue.Queue[_Window] = queue.Queue()
         for window in self._all_windows:
             self._windows.put(window)
-        timeout_s = (settings.save_timeout_ms + VLLM_DEVICE_COPY_MS) / 1000
         with ExitStack() as undo:  # the driver must not know memory of a transport that was not made
             windows_bytes = VLLM_DEVICE_WINDOWS * self._window_bytes
             self._arrivals = undo.enter_context(LoadMemory(client, memory.device, windows_bytes))
@@ -80,6 +79,7 @@ class DeviceTransport:
             side = memory.device.open_stream()
             flag = CopyFlag(memory.device, side)
             undo.callback(flag.close)
+            timeout_s = settings.save_timeout_ms / 1000
             sender = PutSender(client, client.register(copies), slots, timeout_s, flag.word)
             undo.pop_all()
         self.name = self._arrivals.name

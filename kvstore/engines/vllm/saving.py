@@ -79,8 +79,11 @@ class Sent(Protocol):
 class Sender(Protocol):
     """How objects are sent to the node."""
 
-    def send(self, objects: Sequence[Copied]) -> Sent:
-        """Send; when this returns, by its deadline, nothing reads the objects any more."""
+    def send(self, objects: Sequence[Copied], copying_s: float = 0.0) -> Sent:
+        """Send; when this returns, by its deadline, nothing reads the objects any more.
+
+        `copying_s`: how much longer they may take to be copied.
+        """
         ...
 
 
@@ -93,6 +96,7 @@ class Batch:
     taken_bytes: int  # of the ring
     thresholds: list[int] = field(default_factory=list)  # of a device's copies, of each object of a block
     copied_at: int = 0  # the flag's value behind the last copy
+    copied_by_ns: int = 0  # when it is to have this value
     is_withheld: bool = False  # perhaps copied, and not to be sent
 
 
@@ -167,8 +171,7 @@ class Saves:
         batch = self._batches.popleft()
         try:
             if not batch.is_withheld:
-                sent = self._sender.send(self._objects(batch))
-                self._unanswered.append((batch, sent))
+                self._unanswered.append((batch, self._send(batch)))
         except Exception:  # no error may stop the engine
             log.exception("Saving blocks failed; they are not stored.")
             self._outcomes.append(Saved([], failed=self._pages_of(batch.blocks)))
@@ -182,6 +185,9 @@ class Saves:
                 self._outcomes.append(self._outcome(batch, results))
             elif self._batches:
                 break
+
+    def _send(self, batch: Batch) -> Sent:
+        return self._sender.send(self._objects(batch))
 
     def _release(self, batch: Batch) -> None:
         """Nothing reads the batch's memory any more."""

@@ -83,9 +83,9 @@ class PutSender:
         ] = []  # batches that may still have slots, and how many
         self._clock = SystemClock()
 
-    def send(self, objects: Sequence[Copied]) -> _Armed:
+    def send(self, objects: Sequence[Copied], copying_s: float = 0.0) -> _Armed:
         """Put objects, and wait until they have landed on the node; abandon late ones."""
-        until_ns = self._clock.monotonic_ns() + int(self._timeout_s * 1e9)
+        until_ns = self._clock.monotonic_ns() + int((copying_s + self._timeout_s) * 1e9)
 
         def left_s() -> float:
             return max(0.0, (until_ns - self._clock.monotonic_ns()) / 1e9)
