@@ -45,11 +45,11 @@ __all__ = ["DeviceTransport"]
 
 @dataclass
 class _Window:
-    """Some of the memory, and whether the last copies out of it are done."""
+    """Some of the memory, and the last copies out of it."""
 
     offset: int
-    is_read: bool = False  # copies may still read it
-    copied: Any = None  # the event behind them; None: the device has not accepted one yet
+    is_used: bool = False  # there have been some
+    copied: Any = None  # the event behind the last ones; None: the device has not accepted one yet
 
 
 class DeviceTransport:
@@ -97,15 +97,21 @@ class DeviceTransport:
         try:
             self._device.wait(self._device.current_stream(), self._device.record(self._stream))
         except KvError:
-            until_ns = self._clock.monotonic_ns() + VLLM_DEVICE_COPY_MS * 1_000_000
-            pause = Event()
-            while not all(map(self._is_unread, self._all_windows)) and self._left_s(until_ns):
-                pause.wait(VLLM_DEVICE_POLL_MS / 1000)
+            self._become_free(self._all_windows, self._clock.monotonic_ns() + VLLM_DEVICE_COPY_MS * 1_000_000)
             raise
 
-    def _is_unread(self, window: _Window) -> bool:
+    def _is_free(self, window: _Window) -> bool:
         copied = window.copied
-        return not window.is_read or (copied is not None and self._device.is_done(copied))
+        return not window.is_used or (copied is not None and self._device.is_done(copied))
+
+    def _become_free(self, windows: Sequence[_Window], until_ns: int) -> bool:
+        """Wait for the copies out of these windows; whether they are done in time."""
+        pause = Event()
+        while not all(map(self._is_free, windows)):
+            if not self._left_s(until_ns):
+                return False
+            pause.wait(VLLM_DEVICE_POLL_MS / 1000)
+        return True
 
     def fetch(self, objects: Sequence[Object], timeout_s: float) -> list[bool]:
         """Fetch pages into the windows, and queue their copies."""
@@ -143,25 +149,13 @@ class DeviceTransport:
             return None
         is_free = False
         try:
-            is_free = self._is_copied(window, until_ns)
+            if window.is_used and window.copied is None:
+                window.copied = self._device.record(self._stream)
+            is_free = self._become_free([window], until_ns)
         finally:
             if not is_free:
                 self._windows.put(window)
         return window if is_free else None
-
-    def _is_copied(self, window: _Window, until_ns: int) -> bool:
-        """Whether the copies out of a window are done in time."""
-        pause = Event()
-        while window.is_read:
-            if window.copied is None:
-                window.copied = self._device.record(self._stream)
-            if self._is_unread(window):
-                window.is_read = False
-            elif not self._left_s(until_ns):
-                return False
-            else:
-                pause.wait(VLLM_DEVICE_POLL_MS / 1000)
-        return True
 
     def _fetch(self, window: _Window, objects: Sequence[Object], until_ns: int) -> list[bool]:
         places, at = [], window.offset
@@ -177,7 +171,7 @@ class DeviceTransport:
         ]
         if copies:
             self._arrivals.see()
-            window.is_read, window.copied = True, None  # some may be queued even if one is refused
+            window.is_used, window.copied = True, None  # some may be queued even if one is refused
             self._device.copy(self._stream, copies)
             window.copied = self._device.record(self._stream)
         return here
