@@ -13,6 +13,9 @@
  * Operations that wait for a counter without a word make no progress until the flush ends. Commands that need it are
  * postponed until then (core.c).
  *
+ * If a flush fails, the NIC has all that it had, and may fire what waits for a counter without a word. So no endpoint
+ * that its steps refer to is closed, and no memory of the fabric is freed (TK_UNFLUSHED).
+ *
  * After a flush nothing is handed over for REST_FACTOR times as long as it took (but for a short one), and the agent fires
  * in the NIC's place. So endpoints that are closed one after another cost one flush, and the NIC stands still a tenth of
  * the time at most.

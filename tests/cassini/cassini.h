@@ -5,8 +5,8 @@
  * The parts: `library.c` finds the real libfabric, whose `net` (or `tcp`) provider is the wire; `info.c` answers
  * fi_getinfo; `domain.c`, `endpoint.c`, `address.c`, `queue.c`, `memory.c` and `counter.c` are libfabric's objects;
  * `device_memory.c` finds a test device's memory; `rma.c` checks reads and writes; `work.c` holds deferred work and fires
- * it; `doorbell.c` is the doorbell pages; `nic.c` is the thread; `wire.c` carries bytes; `refuse.c` has the missing
- * functions and the messages.
+ * it; `doorbell.c` is the doorbell pages; `nic.c` is the thread; `wire.c` carries bytes; `hold.c` holds up steps for a
+ * test; `refuse.c` has the missing functions and the messages.
  *
  * What always holds:
  *   - all state of a domain is used under its `lock`; the NIC's thread holds it for one turn at a time;
@@ -77,6 +77,7 @@ struct op {
 	int suspected;
 	int doomed;  /* half of its bytes go out, and then it fails */
 	int waits;   /* turns to wait, on a wire that reorders */
+	unsigned held_in; /* see hold.c; 0: not held */
 	enum { WHOLE, UPPER_HALF, LOWER_HALF } part; /* of its bytes that goes out next */
 	int error; /* how it ended */
 };
@@ -309,6 +310,11 @@ HIDDEN void op_free(struct op *op);
 HIDDEN void op_push(struct op_list *list, struct op *op);
 HIDDEN struct op *op_pop(struct op_list *list);
 HIDDEN void op_remove(struct op_list *list, struct op *op);
+
+/* hold.c */
+HIDDEN void hold_write(struct op *op);
+HIDDEN int is_held(const struct op *op);
+HIDDEN void hold_flush(void);
 
 /* wire.c */
 HIDDEN int wire_open(struct endpoint *endpoint);

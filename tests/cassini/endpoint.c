@@ -99,6 +99,7 @@ void endpoint_start(struct op *op)
 		}
 		wire_shuffle(op);
 	}
+	hold_write(op);
 	op_push(&endpoint->ready, op);
 	nic_wake(endpoint->domain);
 }

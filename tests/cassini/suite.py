@@ -10,17 +10,17 @@ import pytest
 
 from tests.cassini.build import build
 
-__all__ = ["passes_on_cassini"]
+__all__ = ["INSIDE", "passes_on_cassini"]
 
-_INSIDE = "TRIGGERKV_TESTS_ON_CASSINI"
+INSIDE = "TRIGGERKV_TESTS_ON_CASSINI"
 
 
 def passes_on_cassini(*paths: str, timeout_s: float, **settings: str) -> None:
     """Run these tests on the software Cassini with these settings; a failure shows the end of their output."""
-    if _INSIDE in os.environ:
+    if INSIDE in os.environ:
         pytest.skip("these are those tests already")
     environment = os.environ | {
-        _INSIDE: "1",
+        INSIDE: "1",
         "TRIGGERKV_LIBFABRIC": str(build()),
         "SOFT_CASSINI_FLUSH_MS": "20",
         **{f"SOFT_CASSINI_{name}": value for name, value in settings.items()},

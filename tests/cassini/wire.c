@@ -187,6 +187,10 @@ static int post_some(struct endpoint *endpoint)
 		next = op->next;
 		if (op->flags & FI_FENCE && (endpoint->posted_count || passed))
 			break;
+		if (is_held(op)) {
+			passed = 1;
+			continue;
+		}
 		if (op->waits) {
 			op->waits--;
 			busy = passed = 1;

@@ -296,6 +296,7 @@ int work_flush(struct domain *domain)
 	long flush_ms = setting("SOFT_CASSINI_FLUSH_MS", FLUSH_MS);
 	struct timespec pause = {.tv_sec = flush_ms / 1000, .tv_nsec = flush_ms % 1000 * 1000000};
 	pthread_mutex_lock(&domain->commands);
+	hold_flush();
 	domain_lock(domain);
 	int fails = domain->flushes_to_fail > 0;
 	domain->flushes_to_fail -= fails;
