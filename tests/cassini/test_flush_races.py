@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from nic_offload.errors import FabricError
 from nic_offload.fabric import EventKind
 from tests.cassini.suite import INSIDE, passes_on_cassini
 from tests.conformance.backends import BACKENDS, Stage, each_once, lands, through
@@ -83,7 +86,7 @@ class Race:
         self._closed.arm(self._closed.put(500, LENGTH, flag=(500, 1), fires=(self._never.counter, 1)))
         wait_until(lambda: self.held == held + 1, "the NIC to have it")
         self._nic.soft_cassini_hold_flushes(1)
-        closing = threading.Thread(target=self._closed.endpoint.close)
+        closing = threading.Thread(target=self._close)
         closing.start()
         try:
             wait_until(lambda: self._nic.soft_cassini_flushes_held() == 1, "the flush to begin")
@@ -91,7 +94,12 @@ class Race:
         finally:
             self._nic.soft_cassini_hold_flushes(0)
             closing.join()
-        self._stage.settle()
+        if not self.near.fabric.closed:
+            self._stage.settle()
+
+    def _close(self) -> None:
+        with suppress(FabricError):  # the fabric may be closed meanwhile
+            self._closed.endpoint.close()
 
 
 @pytest.fixture
@@ -144,6 +152,23 @@ def test_what_waits_behind_a_stuck_operation_is_not_sent_twice(race: Race) -> No
     race.release()
     race.ends(2)
     assert race.near.fabric.statistics().slots_lost == 0
+
+
+@inside
+def test_a_fabric_that_closes_during_a_flush_closes_the_endpoint_that_waits_for_it(race: Race) -> None:
+    """Its domain closes too then, and the thread of its NIC ends."""
+
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = threads()
+    with race.flush():
+        closing = threading.Thread(target=race.near.fabric.close)
+        closing.start()
+        wait_until(lambda: race.near.fabric.closed, "the fabric to begin to close")
+        time.sleep(0.1)  # else the endpoint may close first, as it would without the fabric
+    closing.join()
+    wait_until(lambda: threads() == before - 2, "the threads of the fabric and of the NIC to end")
 
 
 @pytest.mark.timeout(270)
