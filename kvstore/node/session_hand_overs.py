@@ -91,9 +91,8 @@ class HandOvers:
             OrderedDict()
         )  # the last used last; whether they have been taken
         self._offered_left = 0
-        self._copied: OrderedDict[_User, _Home] = (
-            OrderedDict()
-        )  # whose sessions are copied here, and who knows that
+        # The users whose sessions are copied here, and the process that knows it.
+        self._copied: OrderedDict[_User, _Home] = OrderedDict()
         self._sending: dict[tuple[_User, bool], _Sending] = {}  # by user, and whether they are for a standby
         self._blocks = 0  # to be sent
         self._has_work = asyncio.Event()
