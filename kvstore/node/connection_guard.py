@@ -10,9 +10,9 @@ it reads two kernel counters twice a second, which costs an idle node almost not
 seconds until the machine has received nothing for a while. It also returns unused heap memory after load.
 
 What always holds: a connection that has had a call admitted is closed only if its source exceeds its limit, or if it
-does not read an answer, keeps calling, or floods. A socket is closed by `shutdown` on a duplicate of its descriptor,
-after a check that it is the same socket, so its library sees a normal end. A source is one IPv4 address, or the /64 of
-an IPv6 address. No source is barred forever.
+does not read an answer, keeps calling, or floods. A connection is ended by `shutdown` on a duplicate of its
+descriptor, after a check that it is the same socket, so its library sees a normal end; it reads none of what had
+arrived before. A source is one IPv4 address, or the /64 of an IPv6 address. No source is barred forever.
 What it doesn't do: look at the contents, only at amounts; or distinguish hosts behind one address.
 """
 
@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
-import os
 import socket
 import threading
 from collections import deque
@@ -56,14 +55,14 @@ from kvstore.limits import (
     GUARD_WINDOW_MS,
     HEAP_LOOK_MS,
 )
-from kvstore.node import packet_filter
+from kvstore.node import own_sockets, packet_filter
 from kvstore.node.fabric_address import ip_of_peer
 from kvstore.node.heap import Heap
 from kvstore.node.tcp_counters import TcpCounters
 from nic_offload.sockaddr import ip_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from kvstore.clock import Clock
     from kvstore.node.fabric_address import Network
@@ -74,9 +73,7 @@ __all__ = ["ConnectionGuard", "source_of"]
 log = logging.getLogger(__name__)
 
 _OF_CALLS: Final = "ipv"  # gRPC's names of peers begin with `ipv4:` or `ipv6:`
-_FOLDER: Final = "/proc/self/fd"
 _IPV4: Final = 4
-_TCP_INFO_BYTES: Final = 136  # of struct tcp_info, up to the end of tcpi_bytes_received
 _MS: Final = 1_000_000
 _S: Final = 1_000 * _MS
 
@@ -102,6 +99,11 @@ class _Link(NamedTuple):
     def source(self) -> str:
         """The source that it counts against."""
         return source_of(self.ip)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received over it until now."""
+        return own_sockets.received_bytes(self.fd, self.name)
 
 
 class _Endpoint(NamedTuple):
@@ -221,8 +223,8 @@ class ConnectionGuard:
         """
         program = packet_filter.admitting(client, self._clients)
         with suppress(OSError):
-            name = os.readlink(f"{_FOLDER}/{listener}")  # noqa: PTH115 - as below
-            with _Copy(listener, name) as ours:
+            name = own_sockets.name_of(listener)
+            with own_sockets.Copy(listener, name) as ours:
                 if ours is not None:
                     self._attach(ours, program)
                     self._fabric[name] = _Endpoint(ours.getsockname()[1], client, program, shuts)
@@ -308,7 +310,7 @@ class ConnectionGuard:
         proved = set(peers.values())
         for link in new:
             if link.own_port == self._port and (link.ip, link.port) not in proved:
-                times = min(_received_bytes(link) // GUARD_ATTEMPT_BYTES, GUARD_ATTEMPTS_PER_NEW_MAX)
+                times = min(link.received_bytes // GUARD_ATTEMPT_BYTES, GUARD_ATTEMPTS_PER_NEW_MAX)
                 self._count_attempts(link.source, times, now_ns)
 
     def _end_frames(self, peers: dict[str, tuple[Ip, int]], now_ns: int) -> None:
@@ -323,7 +325,7 @@ class ConnectionGuard:
         calls = self._grouped(lambda link: (link.ip, link.port) in brought, lambda one: one.source)
         for source, links in calls:
             for link in links:
-                self._beside[link.name] = _received_bytes(link) - brought[link.ip, link.port]
+                self._beside[link.name] = link.received_bytes - brought[link.ip, link.port]
             more = {link.name: self._beside[link.name] - before.get(link.name, 0) for link in links}
             over = self._over.pop(source, 0) + sum(more.values())
             if over > GUARD_FRAMES_BYTES_MAX:
@@ -389,12 +391,12 @@ class ConnectionGuard:
         """Update the known sockets; returns new connections."""
         before, self._links, self._listening, self._at = self._links, {}, {}, {}
         new = []
-        for name, fd in _sockets():
+        for name, fd in own_sockets.listed():
             known = before.get(name)
             if name in before and (known is None or known.fd == fd):
                 self._links[name] = known
                 continue
-            with _Copy(fd, name) as ours:
+            with own_sockets.Copy(fd, name) as ours:
                 if ours is None:
                     continue
                 link = _link(ours, fd, name, now_ns)
@@ -436,7 +438,7 @@ class ConnectionGuard:
 
         gRPC widens the window of a new connection by itself, and the thread that admits calls may be behind.
         """
-        if _received_bytes(link) <= GUARD_UNAUTHENTICATED_BYTES_MAX:
+        if link.received_bytes <= GUARD_UNAUTHENTICATED_BYTES_MAX:
             return False
         since_ns = self._large_since.setdefault(link.name, now_ns)
         return now_ns - since_ns >= GUARD_UNAUTHENTICATED_BYTES_MS * _MS
@@ -472,7 +474,7 @@ class ConnectionGuard:
         shut = is_here and endpoint.shuts
         if shut == (name in self._shut) or name not in self._at:
             return
-        with _Copy(self._at[name], name) as ours:
+        with own_sockets.Copy(self._at[name], name) as ours:
             if ours is not None:
                 self._attach(ours, packet_filter.NOBODY if shut else endpoint.program)
                 (self._shut.add if shut else self._shut.discard)(name)
@@ -480,9 +482,7 @@ class ConnectionGuard:
     def _hang_up(self, links: Iterable[_Link]) -> None:
         for link in links:
             self._closed[link.ip, link.port] = self._clock.monotonic_ns()
-            with _Copy(link.fd, link.name) as ours, suppress(OSError):
-                if ours is not None:
-                    ours.shutdown(socket.SHUT_RDWR)
+            own_sockets.end(link.fd, link.name)
             self._links[link.name] = None  # its library closes the descriptor
 
     def _count_attempts(self, source: str, times: int, now_ns: int) -> None:
@@ -516,7 +516,7 @@ class ConnectionGuard:
     def _filter(self) -> None:
         program = packet_filter.refusing(self._barred)
         for name, port in self._listening.items():
-            with _Copy(self._at[name], name) as ours:
+            with own_sockets.Copy(self._at[name], name) as ours:
                 if ours is not None and port in self._ports:
                     self._attach(ours, program if self._barred else None)
 
@@ -532,52 +532,9 @@ class ConnectionGuard:
                 self._filter_failed = True
 
 
-def _sockets() -> Iterator[tuple[str, int]]:
-    """Name and descriptor of each socket that this process has."""
-    for entry in os.listdir(_FOLDER):  # noqa: PTH208 - a few times a second, of thousands
-        with suppress(OSError):
-            name = os.readlink(f"{_FOLDER}/{entry}")  # noqa: PTH115 - the same
-            if name.startswith("socket:"):
-                yield name, int(entry)
-
-
-class _Copy:
-    """A descriptor of our own for a socket, if it is still the one of this name; closed at the end."""
-
-    def __init__(self, fd: int, name: str) -> None:
-        self._fd, self._name = fd, name
-        self._ours: socket.socket | None = None
-
-    def __enter__(self) -> socket.socket | None:
-        with suppress(OSError):
-            copy = os.dup(self._fd)
-            if f"socket:[{os.fstat(copy).st_ino}]" != self._name:
-                os.close(copy)
-                return None
-            try:
-                self._ours = socket.socket(fileno=copy)
-            except OSError:
-                os.close(copy)
-        return self._ours
-
-    def __exit__(self, *_: object) -> None:
-        if self._ours is not None:
-            self._ours.close()
-
-
 def _ip_and_port(peer: str) -> tuple[Ip, int] | None:
     ip, port = ip_of_peer(peer), peer.rpartition(":")[2]
     return (ip, int(port)) if ip is not None and port.isdecimal() else None
-
-
-def _received_bytes(link: _Link) -> int:
-    """Bytes received over a connection since it was opened."""
-    with _Copy(link.fd, link.name) as ours, suppress(OSError):
-        if ours is not None:
-            info = ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-            if len(info) == _TCP_INFO_BYTES:
-                return int.from_bytes(info[_TCP_INFO_BYTES - 8 :], "little")
-    return 0
 
 
 def _link(ours: socket.socket, fd: int, name: str, now_ns: int) -> _Link | int | None:

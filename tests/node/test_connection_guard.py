@@ -109,6 +109,16 @@ def test_a_connection_without_an_admitted_call_times_out_and_one_with_a_call_sta
     assert [(source, count) for source, _, count in rig.told] == [(HERE, 1)]
 
 
+def test_what_a_disconnected_peer_has_sent_is_not_worked_through(rig: GuardRig) -> None:
+    """A library reads all that has arrived before it sees the end: of thousands of calls a second's work."""
+    flooding = rig.come()
+    rig.theirs.setblocking(False)
+    flooding.sendall(bytes(500 << 10))
+    rig.check()
+    rig.check(GUARD_TIMEOUT_MS)
+    assert rig.theirs.recv(1) == b""
+
+
 def test_a_check_tolerates_calls_admitted_during_it(rig: GuardRig) -> None:
     """Another thread may run when the collector does; such a check was once abandoned, and barred nobody."""
     ports = count(1)
