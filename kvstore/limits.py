@@ -60,7 +60,8 @@ DESCRIPTORS_OF_CLIENT = 4  # its endpoint, its connections, and its calls
 FABRIC_PORT_FIRST = 7071
 FABRIC_PORT_LAST = 7199
 # A source is an IPv4 address, or the /64 of an IPv6 one.
-GUARD_CHECK_MS = 100  # between two checks of the connections at the node's ports
+GUARD_CHECK_MS = 100  # between two checks of the connections at the node's ports,
+GUARD_CHECK_AGAIN_MS = 20  # if the first ended some: its peer's next ones wait to be accepted
 HEAP_GROWN_BYTES_MAX = 32 << 20  # growth after which a node runs the garbage collector
 HEAP_FREE_BYTES_MAX = 16 << 20  # free memory that a node's malloc may keep
 HEAP_END_BYTES_MAX = 8 << 20  # free memory that may stay at the end of each thread's heap
@@ -204,9 +205,7 @@ GRANTED_BYTES_MAX = 2 << 30  # of slots granted to a node's clients
 GRANTED_PUTS = 4096  # of one client, fired and not ended
 ROOMS_MIN = 64  # for blocks that land by grants, given to each client's receiver in advance
 ROOMS_MAX = 4096
-LENT_MAX = (
-    4  # pieces of a drive's ground that a lane has, or had while not all of their records are in the index
-)
+LENT_MAX = 4  # pieces of a drive's ground that a lane has, or had, and not all records are in the index
 LENT_PAGES = 1 << 16  # of one piece, at most,
 LENT_SHARE = 64  # and at most this part of a drive; or, for large records,
 LENT_LARGE_RECORDS = 8  # room for this many,

@@ -1,13 +1,14 @@
 """Guards the node's ports: the `ConnectionGuard` watches the sockets that gRPC and libfabric accept, and closes some.
 
 Both libraries accept any connection and keep it for as long as the peer likes. The guard lists the process's
-sockets ten times a second while there are any, and closes these: a connection to the port for calls that has had no
-call admitted by its deadline, or shortly after it has sent many bytes; one whose client does not read an answer, keeps
-calling when told to wait, or floods (too much metadata, or too many bytes outside messages); those that exceed the
-limit of one source; and at a fabric endpoint all but those of its own client. A source that keeps connecting is barred
-for a time, by a filter on the listening socket that the kernel runs on each packet. While there is nothing to check,
-it reads two kernel counters twice a second, which costs an idle node almost nothing, and lists the sockets every five
-seconds until the machine has received nothing for a while. It also returns unused heap memory after load.
+sockets ten times a second while there are any, more often while it finds some to close, and closes these: a connection
+to the port for calls that has had no call admitted by its deadline, or shortly after it has sent many bytes; one whose
+client does not read an answer, keeps calling when told to wait, or floods (too much metadata, or too many bytes outside
+messages); those that exceed the limit of one source; and at a fabric endpoint all but those of its own client. A source
+that keeps connecting is barred for a time, by a filter on the listening socket that the kernel runs on each packet.
+While there is nothing to check, it reads two kernel counters twice a second, which costs an idle node almost nothing,
+and lists the sockets every five seconds until the machine has received nothing for a while. It also returns unused heap
+memory after load.
 
 What always holds: a connection that has had a call admitted is closed only if its source exceeds its limit, or if it
 does not read an answer, keeps calling, or floods. A connection is ended by `shutdown` on a duplicate of its
@@ -36,6 +37,7 @@ from kvstore.limits import (
     GUARD_BARRED_MS,
     GUARD_BARRED_SOURCES_MAX,
     GUARD_CALL_BYTES,
+    GUARD_CHECK_AGAIN_MS,
     GUARD_CHECK_IDLE_MS,
     GUARD_CHECK_MS,
     GUARD_CONNECTIONS_OF_SOURCE_MAX,
@@ -156,6 +158,7 @@ class ConnectionGuard:
         self._beside: dict[str, int] = {}  # by socket: bytes beyond those, at the last count,
         self._counted_ns = 0  # which was then
         self._over: dict[str, int] = {}  # by source: how many of these exceed the permitted rate
+        self._has_ended = False  # connections, at the last check
         self.is_busy = False  # the machine has received much since the last check
         self._unauthenticated = 0  # connections without an admitted call, at the last check
         self._expects_more = False  # an endpoint was added since then
@@ -250,8 +253,11 @@ class ConnectionGuard:
             if rests and not must and not self.is_busy:
                 continue
             looked_ns = now_ns
+            self._has_ended = False
             try:
                 self.check()
+                if self._has_ended:
+                    wait_ms = GUARD_CHECK_AGAIN_MS
             except Exception:  # without this thread the node would be unguarded, and nobody would know
                 log.exception("the connections could not be checked")
 
@@ -481,6 +487,7 @@ class ConnectionGuard:
 
     def _hang_up(self, links: Iterable[_Link]) -> None:
         for link in links:
+            self._has_ended = True
             self._closed[link.ip, link.port] = self._clock.monotonic_ns()
             own_sockets.end(link.fd, link.name)
             self._links[link.name] = None  # its library closes the descriptor

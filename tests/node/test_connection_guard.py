@@ -20,6 +20,8 @@ from kvstore.limits import (
     GUARD_ATTEMPTS_PER_REPEATING,
     GUARD_BARRED_MS,
     GUARD_BARRED_SOURCES_MAX,
+    GUARD_CHECK_AGAIN_MS,
+    GUARD_CHECK_MS,
     GUARD_FABRIC_CONNECTIONS_OF_CLIENT_MAX,
     GUARD_QUICK_CHECK_MS,
     GUARD_REPEATS_MAX,
@@ -117,6 +119,26 @@ def test_what_a_disconnected_peer_has_sent_is_not_worked_through(rig: GuardRig) 
     rig.check()
     rig.check(GUARD_TIMEOUT_MS)
     assert rig.theirs.recv(1) == b""
+
+
+def test_after_it_has_ended_connections_the_guard_checks_again_sooner(
+    rig: GuardRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that their peer made before it was barred are accepted then."""
+    waits: list[int] = []
+
+    class Stop:
+        def wait(self, seconds: float) -> bool:
+            waits.append(round(1000 * seconds))
+            rig.clock.now_ns += GUARD_TIMEOUT_MS * MS
+            return len(waits) > 3
+
+    monkeypatch.setattr(rig.guard, "_stop", Stop())
+    rig.guard.proved(peer(rig.come()))
+    silent = rig.come()
+    rig.guard._run()
+    assert not stays(silent)
+    assert waits == [GUARD_CHECK_MS, GUARD_CHECK_MS, GUARD_CHECK_AGAIN_MS, GUARD_CHECK_MS]
 
 
 def test_a_check_tolerates_calls_admitted_during_it(rig: GuardRig) -> None:
