@@ -1,8 +1,8 @@
 """The product's data path compared with what the machine can do: put landed, put written, get, and the CPU path.
 
 `landed` is compared with the provider's own writes, `written` and `get` with the slower of these and the plain drive,
-all measured in alternation. The flag's latency is from the store to the acknowledgement in the client's memory, for one
-block at a time, compared with a plain write and its acknowledgement.
+all measured in alternation. The flag's latency is from the store until the caller is told, for one block at a time,
+compared with a plain write and its acknowledgement.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import select
 import statistics
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,14 +53,15 @@ _WAIT_S = 60.0
 class _Blocks:
     """A store and a batch of slots, put and got repeatedly under new names."""
 
-    def __init__(self, store: Store, length: int, *, forgets: bool = False) -> None:
-        """With `forgets`, earlier blocks are deleted first, untimed, so that nothing has to be evicted."""
-        self._store, self._length, self._forgets = store, length, forgets
+    def __init__(self, store: Store, length: int, *, keeps: int | None = None) -> None:
+        """Of more than `keeps` puts of all the oldest is deleted first, untimed, so that nothing has to be evicted."""
+        self._store, self._length, self._keeps = store, length, keeps
         self._slot_bytes = HEADER_BYTES + length
         self._count = min(_TOTAL // self._slot_bytes, BATCH_BLOCKS_MAX)
         self._memory = allocate(self._slot_bytes * self._count)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._names, self._last = itertools.count(), 0
+        self._runs: deque[int] = deque()
         self._salt = secrets.token_bytes(KEY_BYTES - 16)
         self._ended = 0
 
@@ -87,8 +89,8 @@ class _Blocks:
 
     def put_gbps(self) -> float:
         """Put all; the CRC of a block is computed while the drive writes earlier ones."""
-        if self._forgets:
-            self._forget()
+        if self._keeps is not None and len(self._runs) >= self._keeps:
+            self._forget(self._runs.popleft())
         run, self._ended = next(self._names), 0
         start_ns = time.monotonic_ns()
         for first in range(0, self._count, _FEED):
@@ -98,13 +100,12 @@ class _Blocks:
             self._store.put([self._item(run, i) for i in some], self._kept)
         self._wait()
         self._last = run
+        self._runs.append(run)
         return self._count * self._length / (time.monotonic_ns() - start_ns)
 
-    def _forget(self) -> None:
+    def _forget(self, run: int) -> None:
         self._ended = 0
-        items = [
-            DeleteItem(_TENANT, self._key(self._last, i), Durability.WRITTEN, i) for i in range(self._count)
-        ]
+        items = [DeleteItem(_TENANT, self._key(run, i), Durability.WRITTEN, i) for i in range(self._count)]
         self._store.delete(items, self._deleted)
         self._wait()
 
@@ -199,14 +200,16 @@ def _against_the_drive(form: Form, home: Path, length: int, goal: float | None) 
 
 
 def _evicting(form: Form, home: Path, length: int) -> None:
-    """Puts that evict other blocks, compared with puts for which there is room."""
+    """Puts that evict other blocks, compared with puts for which room was made before; both fill the drive."""
     with (
         Store.open(home / "full", capacity_bytes=_CAPACITY, clock=SystemClock()) as full,
         Store.open(home / "roomy", capacity_bytes=_CAPACITY, clock=SystemClock()) as roomy,
     ):
-        pushing, lonely = _Blocks(full, length), _Blocks(roomy, length, forgets=True)
-        for _ in range(1 + _CAPACITY // _TOTAL):
+        runs = _CAPACITY // _TOTAL
+        pushing, lonely = _Blocks(full, length), _Blocks(roomy, length, keeps=runs - 2)
+        for _ in range(1 + runs):
             pushing.put_gbps()
+            lonely.put_gbps()
         form.compare(
             f"put, {_label(length)}, evicting, against room enough",
             "GB/s",

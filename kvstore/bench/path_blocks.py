@@ -1,4 +1,4 @@
-"""Blocks put to a running node and got back, timed from the store to the flag word.
+"""Blocks put to a running node and got back, timed as the caller sees it: from the store to the flag word until told.
 
 What always holds: every put has new names, so no block is already stored. A put leaves its blocks in the node's hot
 memory: `cold_ns` gets blocks that were never read, after more has been put than that memory holds, so they come from
@@ -33,7 +33,7 @@ _KEPT = 4  # times its size were put since, and the drive still has the block
 
 
 class PutTimes(NamedTuple):
-    """From the flag's store to the last acknowledgement of each kind."""
+    """From the flag's store until the caller has been told that all blocks have landed, and that all are written."""
 
     landed_ns: int
     written_ns: int
@@ -83,17 +83,17 @@ class PathBlocks:
         puts = self._client.arm(blocks, self._flag)
         start_ns = time.monotonic_ns()
         self._flag.store(1)
+        puts.wait_landed(_WAIT_S)
+        landed_ns = time.monotonic_ns() - start_ns
         results = puts.wait(_WAIT_S)
+        written_ns = time.monotonic_ns() - start_ns
         for result in results:
             if result.error is not None:
                 raise result.error
         self._last = blocks
         self._put_bytes += count * self.block_bytes
         self._unread.setdefault(count, deque()).append((self._put_bytes, blocks))
-        return PutTimes(
-            max(result.landed_ns for result in results) - start_ns,
-            max(result.durable_ns for result in results) - start_ns,
-        )
+        return PutTimes(landed_ns, written_ns)
 
     def hot_ns(self) -> int:
         """Get the blocks that were put last; returns the nanoseconds.
