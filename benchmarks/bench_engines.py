@@ -3,10 +3,10 @@
 These are the engine's own prefix cache, vLLM's pool of host memory, that pool with vLLM's file tier or with our node
 behind it, our connector, and LMCache's server, with memory shared with the engine and files behind it. One engine runs
 for each, all at the same time, with one thread, greedy decoding, and random weights in bf16. In each round each engine
-gets a new prompt that ends in the middle of a block. It computes and stores the prompt, finds it in its own cache, then
-twice with that cache emptied and, where there is a pool, with the pool emptied as well. At the end the nodes and the
-server are restarted, which empties their memory, and every prompt is looked up once more. Each answer is compared with
-that of the plain engine.
+gets a new prompt that ends in the middle of a block. It computes and stores the prompt, and finds it in its own cache,
+three times of which the middle one counts, as the differences are small. Then it finds it twice with that cache emptied
+and, where there is a pool, with the pool emptied as well. At the end the nodes and the server are restarted, which
+empties their memory, and every prompt is looked up once more. Each answer is compared with that of the plain engine.
 
 How fast a tier behind the pool can be is measured as well. vLLM's own example of a tier only lists what it was given,
 and moves no bytes: with it the pool takes as long as vLLM needs for any tier. One copy of the bytes comes on top, and
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from benchmarks.form import Form
 
 _ROUNDS = 5
+_OWN_TIMES = 3
 _TOKENS = 4136
 _POOL_BYTES = 256 << 20
 _MANY_LAYERS = {
@@ -171,7 +172,7 @@ class _Shape:
             assert (computed.answers, computed.cached) == (answer, 0), f"{way}: {computed}, not {answer}"
             if number:
                 self._said[way, "computed"].append(computed)
-            self._say(number, way, "own", prompt, answer)
+            self._say(number, way, "own", prompt, answer, times=_OWN_TIMES)
             if way == _OWN:
                 continue
             for state in ("first re-read", "hot"):
@@ -187,12 +188,19 @@ class _Shape:
         return answer
 
     def _say(
-        self, number: int, way: str, state: str, prompt: list[list[int]], answer: list[list[int]]
+        self,
+        number: int,
+        way: str,
+        state: str,
+        prompt: list[list[int]],
+        answer: list[list[int]],
+        *,
+        times: int = 1,
     ) -> None:
         engine = self._engines[way]
         if state in ("pool emptied", "after a restart"):
             (engine.drop_pool if way in _TIERED else engine.forget)()
-        said = engine.say(prompt)
+        said = sorted((engine.say(prompt) for _ in range(times)), key=lambda one: one.seconds)[times // 2]
         is_empty = (way, state) == (_LIST, "pool emptied")
         assert is_empty or said.answers == answer, f"{way}, {state}: {said.answers}, not {answer}"
         assert said.cached >= _TOKENS - 2 * _LMCACHE_CHUNK_TOKENS, f"{way}, {state}: {said.cached} tokens"

@@ -46,11 +46,12 @@ from kvstore.errors import ConfigError, DeadlineExceeded
 from kvstore.limits import (
     VLLM_LOAD_THREADS,
     VLLM_LOADING_WAIT_S,
+    VLLM_LOOKUP_NEXT_WAIT_S,
     VLLM_SHUTDOWN_MS,
     VLLM_TIER_HALF_BYTES_MIN,
     VLLM_TIER_STORING_PART,
 )
-from kvstore.names import block_key
+from kvstore.names import block_key, block_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -77,6 +78,7 @@ class _Seen:
     """The state of a request, until it is preempted or ends."""
 
     asked_ns: int  # when it began to wait for the node's answers
+    here: set[bytes] = field(default_factory=set)  # chunks that the node has, and that no load was begun for
     brought: set[bytes] = field(default_factory=set)  # what has arrived for it
 
 
@@ -181,15 +183,16 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Whether a chunk can be loaded, decided once per request; RETRY until the node has answered or is late."""
-        if not self._engine.loads:
-            return LookupResult.MISS
-        if self._is_too_late(key, req_context):
+        seen = self._seen.get(req_context.req_id)
+        if seen is not None and key in seen.here:
+            return LookupResult.HIT
+        if not self._engine.loads or self._is_too_late(key, req_context):
             return LookupResult.MISS
         name = key + self._more(req_context)
-        if (seen := self._seen.get(req_context.req_id)) is None:
+        if seen is None:
             seen = self._seen[req_context.req_id] = _Seen(self._clock.monotonic_ns())
         found = self._lookups.lookup(name, req_context)
-        if found is None and self._engine.is_idle and self._ask_for_all(req_context):
+        if found is None and self._engine.is_idle and self._ask_for_all(seen, req_context):
             found = self._lookups.lookup(name, req_context)
         if found is None:
             if self._clock.monotonic_ns() - seen.asked_ns <= self._lookup_ns:
@@ -207,14 +210,15 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         end_token = req_context.get_offload_key_position(key)
         return end_token is not None and end_token > self._tokens_max
 
-    def _ask_for_all(self, req_context: Any) -> bool:
+    def _ask_for_all(self, seen: _Seen, req_context: Any) -> bool:
         """Ask for all chunks of a request at its first one, and wait a moment, because the engine is idle."""
         expected, self._engine.expected = self._engine.expected, None
         keys = expected() if expected is not None else []
         more = self._more(req_context)
-        names = [key + more for key in keys if not self._is_too_late(key, req_context)]
-        if not names:
+        keys = [key for key in keys if not self._is_too_late(key, req_context)]
+        if not keys:
             return False  # the step's look-ups are asked for at its end, by one call
+        names = [key + more for key in keys]
         for name in names:
             self._lookups.lookup(name, req_context)
         self._lookups.flush()
@@ -223,9 +227,15 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
             left_ns = until_ns - self._clock.monotonic_ns()
             if left_ns <= 0:
                 break
-            self._news.wait(left_ns / 1e9)
+            # The answers are taken over just after the news of them.
+            self._news.wait(min(left_ns / 1e9, VLLM_LOOKUP_NEXT_WAIT_S))
             self._news.clear()  # of a load that has ended too, `_wait_if_idle` knows
             self._lookups.drain_results()
+        seen.here.update(
+            key
+            for key, name in zip(keys, names, strict=True)
+            if self._lookups.lookup(name, req_context) and name not in seen.brought
+        )
         return True
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -250,11 +260,11 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         adapter = req_context.get_state(Adapter)
         return self._engine.epoch + (adapter.name if adapter is not None else b"")
 
-    def _name(self, key: bytes) -> bytes:
-        return block_key(self._root, key)
+    def _names(self, keys: Iterable[bytes]) -> list[bytes]:
+        return block_keys(self._root, keys)
 
     def _present(self, keys: list[bytes]) -> list[bool]:
-        names = [self._name(key) for key in keys]  # they say how long the chunks are
+        names = self._names(keys)  # they say how long the chunks are
         first = self._carrier.prefix(names)  # which costs least, and mostly they are all there
         found = [True] * first + [False] * (first < len(names))
         found += self._carrier.present([(name, self._size) for name in names[first + 1 :]])
@@ -277,6 +287,8 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_load(self, job_metadata: Any) -> None:
         """Queue chunks to be loaded."""
+        if (seen := self._seen.get(job_metadata.req_context.req_id)) is not None:
+            seen.here.difference_update(job_metadata.keys)
         self._begin(self._loads, self._get, job_metadata, self._load_ns)
 
     def _begin(
@@ -302,8 +314,10 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         if left_ns > 0:
             try:
                 places = [
-                    Place(self._name(key + job.more), self._address + chunk * self._size, self._size)
-                    for key, chunk in zip(job.keys, job.chunks, strict=True)
+                    Place(name, self._address + chunk * self._size, self._size)
+                    for name, chunk in zip(
+                        self._names(key + job.more for key in job.keys), job.chunks, strict=True
+                    )
                 ]
                 with as_request(job.request_id):  # for `kvstore explain`
                     whole = move(places, timeout_s=left_ns / 1e9)
@@ -348,7 +362,10 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _loaded(self, job_id: int, job: _Job, moved: _Moved) -> JobResult:
         here, missing = _parted(job.keys, moved.whole)
-        self._lookups.mark_miss([key + job.more for key in missing])  # or it would be promised again
+        if missing:  # or they would be promised again
+            self._lookups.mark_miss([key + job.more for key in missing])
+            for one in self._seen.values():
+                one.here.difference_update(missing)
         if (seen := self._seen.get(job.request_id)) is not None:
             seen.brought.update(key + job.more for key in here)
         self._count("loaded_chunks", len(here))
