@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+from kvstore.synced_files import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,12 +109,7 @@ class EtcdMemory:
         """Save it. A file that can't be written is logged."""
         if self._file is None:
             return
-        unfinished = self._file.with_name(f"{self._file.name}.unfinished")
         try:
-            with unfinished.open("w", encoding="utf-8") as file:
-                json.dump(asdict(self._seen), file)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(self._file)
+            replace_file(self._file, json.dumps(asdict(self._seen)).encode())
         except OSError as error:
             log.error("%s can't be written: %s", self._file, error.strerror)  # noqa: TRY400 - it says all

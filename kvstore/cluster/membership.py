@@ -28,6 +28,7 @@ from kvstore.cluster.primacy import Primacy
 from kvstore.errors import ConfigError
 from kvstore.limits import CLUSTER_KEEP_MS, CLUSTER_LEASE_S, CLUSTER_LOTS, CLUSTER_RETRY_MS, ETCD_CALL_MS
 from kvstore.placement import LOTS
+from kvstore.task_ends import logs_failure
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -190,7 +191,9 @@ class Membership:
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(task := asyncio.create_task(work))
-        task.add_done_callback(_ended)
+        task.add_done_callback(
+            logs_failure(log, "The cluster is no longer followed, or the lease no longer kept.")
+        )
 
     async def announce(self, state: str) -> None:
         """Change our state on the map; EtcdAway, and the state remains, if etcd did not confirm it.
@@ -548,9 +551,3 @@ class Membership:
             self._away_since_ns = self._clock.monotonic_ns()
             log.warning("%s. The node continues with its current map.", error)
         await asyncio.sleep(CLUSTER_RETRY_MS / 1000)
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    """Check how the task ended: unless it was cancelled, its failure is a bug, which must be logged."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("The cluster is no longer followed, or the lease no longer kept.", exc_info=error)

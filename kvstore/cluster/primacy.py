@@ -39,7 +39,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvstore.cluster.etcd import EtcdAway
@@ -52,6 +51,7 @@ from kvstore.limits import (
     SESSIONS_RETRY_MS,
     SESSIONS_TAKING_MS,
 )
+from kvstore.task_ends import drop_failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -181,7 +181,8 @@ class Primacy:
             if (task := self._taking.get(lot)) is None:
                 # Of two attempts, one could note the takeover anew after the other has let users begin.
                 task = self._taking[lot] = asyncio.create_task(self._take(lot, tenant, user))
-                task.add_done_callback(partial(self._taken, lot))
+                task.add_done_callback(lambda _: self._taking.pop(lot))
+                task.add_done_callback(drop_failure)
             epoch = await asyncio.shield(task)
         return Term(lot, epoch)
 
@@ -298,11 +299,6 @@ class Primacy:
     def _is_history_known(self) -> bool:
         """Whether it has known this history of etcd's data for long enough: no process goes by an earlier one."""
         return self._clock.monotonic_ns() - self._history_ns >= SESSIONS_TAKING_MS * 1_000_000
-
-    def _taken(self, lot: int, task: asyncio.Task[int]) -> None:
-        self._taking.pop(lot)
-        if not task.cancelled():
-            task.exception()  # callers have it, if one still waits
 
     async def _take(self, lot: int, tenant: str, user: str) -> int:
         """Make sure that the lot's record names this node."""

@@ -26,6 +26,8 @@ from zlib import crc32
 
 from kvstore.errors import WrongEpoch
 from kvstore.limits import SESSIONS_USERS_TAKEN_MAX
+from kvstore.synced_files import replace_file
+from kvstore.task_ends import drop_failure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -135,7 +137,7 @@ class Takeovers:
         self._lines.append(line)
         if self._next is None:
             self._next = asyncio.create_task(self._write_after(self._writing))
-            self._next.add_done_callback(_retrieve)
+            self._next.add_done_callback(drop_failure)
         try:
             await asyncio.shield(self._next)
         except OSError as error:
@@ -172,7 +174,7 @@ class Takeovers:
 
     async def _save(self, data: bytes, *, is_new: bool) -> None:
         if self._file is not None:
-            await asyncio.to_thread(_replace if is_new else _append, self._file, data)
+            await asyncio.to_thread(replace_file if is_new else _append, self._file, data)
 
 
 def _digest(tenant: str, user: str) -> str:
@@ -196,23 +198,3 @@ def _append(file: Path, data: bytes) -> None:
         if opened.write(data) != len(data):
             raise OSError(28, "No space left on device")
         os.fdatasync(opened.fileno())
-
-
-def _replace(file: Path, data: bytes) -> None:
-    unfinished = file.with_name(f"{file.name}.unfinished")
-    with unfinished.open("wb") as opened:
-        opened.write(data)
-        opened.flush()
-        os.fsync(opened.fileno())
-    unfinished.replace(file)
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Take a failure: each caller that still waits has it too."""
-    if not task.cancelled():
-        task.exception()

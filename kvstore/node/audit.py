@@ -25,6 +25,7 @@ from kvstore.errors import ConfigError
 from kvstore.limits import AUDIT_LINES_OF_ONE_PER_S, AUDIT_LINES_PER_S, AUDIT_NAMES_MAX
 from kvstore.node.connection_guard import source_of
 from kvstore.node.fabric_address import ip_of_peer
+from kvstore.synced_files import sync_folder
 from nic_offload.handle import Handle
 from nic_offload.sockaddr import ip_of
 
@@ -67,7 +68,7 @@ class Audit(Handle):
                 status = os.fstat(self._fd)
                 size, self._is_file = status.st_size, stat.S_ISREG(status.st_mode)
                 if self._is_file:
-                    _sync_name(path)
+                    sync_folder(path.parent)
                 self._is_cut = size > 0 and os.pread(self._fd, 1, size - 1) != _NEW_LINE
             except OSError as error:
                 raise ConfigError(f"The audit log {path} can't be written: {error.strerror}.") from error
@@ -188,14 +189,6 @@ class Audit(Handle):
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-def _sync_name(path: Path) -> None:
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _tenant(name: str) -> str:

@@ -35,6 +35,7 @@ from kvstore.limits import (
 )
 from kvstore.names import user_name
 from kvstore.node.upkeep_service import UPKEEP
+from kvstore.task_ends import logs_failure
 from kvstore.wire import upkeep_pb2 as pb
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class HandOvers:
         """Begin to offer users to their homes, and to send blocks that members have taken."""
         self._tasks = [asyncio.create_task(self._offer()), asyncio.create_task(self._send())]
         for task in self._tasks:
-            task.add_done_callback(_ended)
+            task.add_done_callback(logs_failure(log, "Sessions are no longer handed over."))
 
     async def close(self) -> None:
         """End both tasks. Blocks not sent yet are not sent."""
@@ -335,9 +336,3 @@ class HandOvers:
             return sending.peer in self._membership.map.names
         home = self._membership.map.home(self._tenants.placed_as(user[0]), user[1])
         return home is not None and home.name == sending.peer
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    """Check how the task ended: unless it was cancelled, its end is a bug, which must be logged."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("Sessions are no longer handed over.", exc_info=error)

@@ -36,6 +36,7 @@ from kvstore.limits import (
     SESSIONS_STANDBY_USERS_MAX,
 )
 from kvstore.node.session_names import name_of
+from kvstore.task_ends import drop_failure, logs_failure
 from kvstore.wire import upkeep_pb2 as pb
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Standbys:
     def start(self) -> None:
         """Start to look for standbys without waiting for a step."""
         self._task = asyncio.create_task(self._watch())
-        self._task.add_done_callback(_ended)
+        self._task.add_done_callback(logs_failure(log, "No standbys are sought without a step any longer."))
 
     async def close(self) -> None:
         """Stop."""
@@ -192,13 +193,9 @@ class Standbys:
             return await change
         task = asyncio.create_task(change)
         self._under_way.add(task)
-        task.add_done_callback(self._has_run)
+        task.add_done_callback(self._under_way.discard)
+        task.add_done_callback(drop_failure)
         return await asyncio.shield(task)
-
-    def _has_run(self, task: asyncio.Task[Any]) -> None:
-        self._under_way.discard(task)
-        if not task.cancelled():
-            task.exception()  # its caller has it, if there still is one
 
     async def prepare(self, term: Term, tenant: Tenant, user: str) -> None:
         """Have a standby for a user's sessions, without a step."""
@@ -545,9 +542,3 @@ def _common(was: Sequence[object], now: Sequence[object]) -> int:
     """How many first elements are equal."""
     shared = min(len(was), len(now))
     return next((at for at in range(shared) if was[at] != now[at]), shared)
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    """Check how the task ended: unless it was cancelled, its end is a bug, which must be logged."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("No standbys are sought without a step any longer.", exc_info=error)

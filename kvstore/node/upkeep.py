@@ -48,6 +48,7 @@ from kvstore.node.session_moves import SessionMoves
 from kvstore.node.upkeep_service import UPKEEP, Waited
 from kvstore.storage.items import GetItem
 from kvstore.storage.sealing import NO_DOMAIN
+from kvstore.task_ends import logs_failure
 from kvstore.wire import kvstore_pb2
 from kvstore.wire import upkeep_pb2 as pb
 
@@ -143,7 +144,7 @@ class Upkeep:
         """Start the scans."""
         self.moves.start()
         self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(_ended)
+        self._task.add_done_callback(logs_failure(log, "Blocks are no longer replicated."))
 
     async def close(self) -> None:
         """End the scans and hand-overs, and close the channels to the peers."""
@@ -457,12 +458,6 @@ class Upkeep:
         if is_cancelled:
             raise asyncio.CancelledError
         return self._node.store.verify_payload(item, read.result())
-
-
-def _ended(task: asyncio.Task[None]) -> None:
-    """Check how the task ended: unless it was cancelled, its end is a bug, which must be logged."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("Blocks are no longer replicated.", exc_info=error)
 
 
 def lacking(me: int, block: Block, has: dict[tuple[int, Name], int], *, is_draining: bool) -> list[int]:

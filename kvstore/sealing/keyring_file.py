@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 from kvstore.errors import FolderLocked, NoKeyring, NoSpace, StorageError
 from kvstore.limits import KEYRING_PAGES_AT_ONCE, PAGE_BYTES
+from kvstore.synced_files import sync_folder
 
 __all__ = ["FolderFile", "KeyringFile", "create_file", "keyring_path"]
 
@@ -149,19 +150,11 @@ def create_file(path: Path, image: bytes) -> None:
             os.close(fd)
         os.link(part, path)  # never replaces a file
         part.unlink()
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except FileExistsError:
         raise StorageError(f"There is a keyring {path} already, which is not written over.") from None
     except OSError as error:
         raise _failed(path, "made", error) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _keep_from_others(fd: int, path: Path) -> None:

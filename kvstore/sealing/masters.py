@@ -29,6 +29,7 @@ from kvstore.errors import ConfigError, MasterKeyUnavailable
 from kvstore.limits import MASTER_COMMAND_MS, MASTER_FILE_BYTES_MAX
 from kvstore.sealing.master_key import LocalMaster
 from kvstore.sealing.vault_master import VaultKey, VaultMaster
+from kvstore.synced_files import sync_folder
 from nic_offload import aead
 
 if TYPE_CHECKING:
@@ -260,11 +261,7 @@ def new_master_file(path: Path) -> str:
             raise
         finally:
             os.close(fd)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except FileExistsError:
         raise ConfigError(f"{path} already exists and is not overwritten.") from None
     except OSError as error:

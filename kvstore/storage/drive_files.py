@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Protocol
 from kvstore.config import show_size, shown_apart
 from kvstore.errors import ConfigError, NoSpace, StorageError
 from kvstore.limits import DRIVE_CAPACITY_BYTES_MAX, DRIVE_CAPACITY_BYTES_MIN, DRIVES_MAX, PAGE_BYTES
-from kvstore.storage.folder import drive_path, index_path, sync_folder
+from kvstore.storage.folder import drive_path, index_path
 from kvstore.storage.superblock import find_superblock
 from kvstore.storage.uring import UringDisk
+from kvstore.synced_files import sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.errors import ConfigError, Corrupt, ForeignDrive, StorageError
 from kvstore.limits import DRIVES_MAX
-from kvstore.storage.folder import sync_folder
+from kvstore.synced_files import replace_file
 from nic_offload.checksum import crc32c
 
 if TYPE_CHECKING:
@@ -89,14 +88,8 @@ def read_set(data: Path) -> DriveSet | None:
 
 def write_set(data: Path, drive_set: DriveSet) -> None:
     """Make a set current, durably. Its number must be on all its drives already."""
-    part = data / f"{SET_NAME}.part"
     try:
-        with part.open("wb") as file:
-            file.write(_text(drive_set))
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(data / SET_NAME)
-        sync_folder(data)
+        replace_file(data / SET_NAME, _text(drive_set))
     except OSError as error:
         raise StorageError(f"The data folder {data} cannot be written: {error.strerror}.") from error
 

@@ -31,7 +31,6 @@ __all__ = [
     "drive_path",
     "index_path",
     "kernel_boot_id",
-    "sync_folder",
 ]
 
 _LOCK_NAME: Final = "kvstore.lock"
@@ -225,12 +224,3 @@ def _identity(path: Path) -> tuple[int, int]:
 def kernel_boot_id() -> str:
     """Return the id of this boot of the kernel."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive power loss."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -29,7 +29,7 @@ from kvstore.limits import BATCH_BLOCKS_MAX, PAGE_BYTES
 from kvstore.storage.doubts import Doubts
 from kvstore.storage.drive_files import FolderDrives
 from kvstore.storage.drive_set import count_drives, read_set
-from kvstore.storage.folder import FolderLock, index_path, kernel_boot_id, sync_folder
+from kvstore.storage.folder import FolderLock, index_path, kernel_boot_id
 from kvstore.storage.index import Index
 from kvstore.storage.index_check import check_free, check_index
 from kvstore.storage.live_roll import Roll
@@ -38,6 +38,7 @@ from kvstore.storage.opening import find_drives
 from kvstore.storage.recovery import extents_around, open_copy, rebuild
 from kvstore.storage.sealing import opened_keys
 from kvstore.storage.volume import Volume
+from kvstore.synced_files import sync_folder
 from kvstore.wire.record import SUPERBLOCK_COPIES, Flaw, Superblock, parse_superblock, record_bytes
 from nic_offload.checksum import crc32c
 

@@ -172,65 +172,6 @@ def test_a_chunk_is_loaded_once_for_a_request(node: Node) -> None:
     one.tier.shutdown()
 
 
-@pytest.fixture
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle engine waits until the node has answered."""
-    monkeypatch.setattr(tier, "VLLM_LOADING_WAIT_S", 10)
-
-
-def asked_while_idle(one: Tier, key: list[bytes], name: str) -> ReqContext:
-    """A request whose chunks, one of its own and this one, an idle engine has looked up at once."""
-    context, own = one.request(name), keys(name, 1)
-    one.told.is_idle, one.told.expected = True, lambda: own + key
-    while one.tier.lookup(own[0], context) is LookupResult.RETRY:
-        one.tier.on_schedule_end(STEP)
-    assert one.tier.lookup(key[0], context) is LookupResult.HIT
-    return context
-
-
-@pytest.mark.usefixtures("_patient")
-def test_a_block_that_did_not_arrive_is_not_promised_to_other_requests(node: Node) -> None:
-    one = Tier(node.target)
-    key = keys("gone for two", 1)
-    assert one.ended(one.submit(key)).success
-    first, second = (asked_while_idle(one, key, name) for name in ("first", "second"))
-    with Client(node.target, layout=one.tier._layout) as client:
-        assert client.delete(one.tier._names(key)) == [True]
-    assert not one.ended(one.submit(key, load=True, context=first)).success
-    assert [one.tier.lookup(key[0], each) for each in (first, second)] == [LookupResult.MISS] * 2
-    one.tier.shutdown()
-
-
-@pytest.mark.usefixtures("_patient")
-def test_a_chunk_is_loaded_once_for_a_request_of_an_idle_engine(node: Node) -> None:
-    one = Tier(node.target)
-    key = keys("once while idle", 1)
-    assert one.ended(one.submit(key)).success
-    context = asked_while_idle(one, key, "first")
-    assert one.ended(one.submit(key, load=True, context=context)).success
-    assert one.tier.lookup(key[0], context) is LookupResult.MISS
-    one.tier.shutdown()
-
-
-@pytest.mark.usefixtures("_patient")
-def test_answers_that_are_there_just_after_the_news_of_them_are_taken_at_once(node: Node) -> None:
-    one = Tier(node.target)
-    key = keys("after the news", 1)
-    assert one.ended(one.submit(key)).success
-    present = one.tier._lookups._present
-
-    def late(names: list[bytes]) -> list[bool]:
-        answers = present(names)
-        time.sleep(0.05)
-        return answers
-
-    one.tier._lookups._present = late
-    began = time.monotonic()
-    asked_while_idle(one, key, "first")
-    assert time.monotonic() - began < 5
-    one.tier.shutdown()
-
-
 def test_the_beginning_of_a_prompt_longer_than_the_pool_is_found(node: Node) -> None:
     one = Tier(node.target)
     some = keys("long", 2)
@@ -296,38 +237,6 @@ def test_an_idle_engine_waits_for_pending_loads(node: Node, monkeypatch: pytest.
     until(lambda: one.tier.lookup(key[0], context) is LookupResult.HIT, "the node has answered", 1)
     one.tier.get_finished_jobs()  # nothing is under way
     assert time.monotonic() - began < 5
-    one.tier.shutdown()
-
-
-def test_an_idle_engine_asks_for_all_chunks_of_a_request_at_once_and_waits_a_moment(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier, "VLLM_LOADING_WAIT_S", 10)
-    one = Tier(node.target)
-    some = keys("at once", 4)
-    assert one.ended(one.submit(some[:3])).success
-    asked: list[int] = []
-    present = one.tier._lookups._present
-
-    def counted(names: list[bytes]) -> list[bool]:
-        asked.append(len(names))
-        return present(names)
-
-    one.tier._lookups._present = counted
-    one.told.expected = lambda: some
-    assert one.tier.lookup(some[0], one.request("busy")) is LookupResult.RETRY  # it computes something
-    one.tier.on_schedule_end(STEP)
-    one.told.is_idle = True
-    idle = one.request("idle")
-    idle.set_offload_key_position(some[3], CHUNKS * 32)  # more than most of the pool
-    assert [one.tier.lookup(key, idle) for key in some] == [LookupResult.HIT] * 3 + [LookupResult.MISS]
-    assert asked == [1, 2]  # the first chunk had been asked for
-    assert one.told.expected is None
-    unknown, others = one.request("of a window"), keys("others", 3)
-    assert [one.tier.lookup(key, unknown) for key in others] == [LookupResult.RETRY] * 3
-    assert one.look(others[0], unknown) is LookupResult.MISS
-    assert asked == [1, 2, 3]
-    assert "late_lookups" not in one.counts()
     one.tier.shutdown()
 
 
@@ -524,30 +433,6 @@ def test_an_absent_node_ends_every_job_and_look_up_in_time() -> None:
     assert not one.ended(one.submit(keys("never", 2), load=True), 5).success
     assert not one.ended(one.submit(keys("never", 2)), 5).success
     assert time.monotonic() - began < 10
-    one.tier.shutdown()
-
-
-def test_a_queued_look_up_ends_in_time_too(node: Node) -> None:
-    one = Tier(node.target, lookup_timeout_ms=300)
-
-    def slow(blocks: Sequence[Any]) -> list[bool]:
-        time.sleep(0.4)
-        return [True] * len(blocks)
-
-    one.tier._carrier.present = slow  # type: ignore[method-assign]
-    contexts = [one.request(str(number)) for number in range(12)]
-    for number, context in enumerate(contexts):
-        assert one.tier.lookup(keys(f"late {number}", 1)[0], context) is LookupResult.RETRY
-    began = time.monotonic()
-    one.tier.on_schedule_end(STEP)
-    assert one.look(keys("late 11", 1)[0], contexts[11], 10) is LookupResult.MISS
-    assert time.monotonic() - began < 3
-    assert one.counts() == {"late_lookups": 1}
-    late = one.request("late")
-    assert one.tier.lookup(keys("of one that is preempted", 1)[0], late) is LookupResult.RETRY
-    time.sleep(0.4)
-    one.tier.on_schedule_end(ScheduleEndContext((), preempted_req_ids=("late",)))
-    assert one.tier.lookup(keys("and looks anew", 1)[0], late) is LookupResult.RETRY
     one.tier.shutdown()
 
 
