@@ -158,14 +158,14 @@ def test_puts_return_to_a_node_that_comes_back(world: ArmedCluster) -> None:
 
 def test_a_put_that_waits_for_an_owner_ends_by_its_deadline(world: ArmedCluster) -> None:
     client = world.client(2)
-    puts = world.armed(client, lease_ms=2_000)
+    puts = world.armed(client, lease_ms=4_000)
     world.set_map(world.nodes[1], world.nodes[2])
     (late, *_) = puts.wait(0.3)
     assert isinstance(late.error, DeadlineExceeded)
     assert "continues" in str(late.error)
     began = time.monotonic()
     results = puts.wait(WAIT_S)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 10
     assert {type(one.error) for one in results} == {DeadlineExceeded}
     assert "did not reach the put's threshold" in str(results[0].error)
     world.set_map()

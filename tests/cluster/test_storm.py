@@ -160,7 +160,9 @@ def test_with_two_copies_nothing_is_lost_with_one_node(tmp_path: Path) -> None:
 
 
 def is_reached(client: ClusterClient, node: NodeProcess) -> bool:
+    """Whether a client calls a node, and gets an answer: for a moment it may not call one that answers again."""
     try:
+        client._calls.silent.check(node.target)
         client.nodes.at(node.target).exists([block_key(b"none")])
     except KvError:
         return False

@@ -323,12 +323,28 @@ def test_a_block_does_not_wait_for_ground_that_will_not_arrive(drive: Drive) -> 
     drive.lane.expect(ground=True)
     assert rig.put([1], LENGTH)[1].wait_landed(20)
     assert not rig.receiver.take(every=False)[0]
-    began = time.monotonic()
     drive.lane.expect(ground=False)
     left_to_lanes(rig, 1)
-    assert time.monotonic() - began < 0.9, "nor for the rest of its second"
     assert drive.lane.state().wanted_pages == 0
     assert [came.under_way for came in rig.came] == [0]
+
+
+def test_a_block_does_not_wait_out_its_second_for_ground_that_will_not_arrive(drive: Drive) -> None:
+    """Once of a few times, as a busy machine stands still for longer."""
+    rig = drive.rig
+    rig.feed(6, pages=PAGES)
+    took_s = []
+    for number in range(1, 6):
+        drive.lane.expect(ground=True)
+        assert rig.put([number], LENGTH)[1].wait_landed(20)
+        assert not rig.receiver.take(every=False)[0]
+        began = time.monotonic()
+        drive.lane.expect(ground=False)
+        left_to_lanes(rig, number)
+        took_s.append(time.monotonic() - began)
+        if took_s[-1] < 0.5:
+            return
+    pytest.fail(f"it took {min(took_s):.1f} s")
 
 
 def test_a_put_is_reported_after_all_earlier_ones_are_on_the_drive(drive: Drive) -> None:
