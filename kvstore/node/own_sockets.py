@@ -6,6 +6,7 @@ a descriptor that was closed and used again meanwhile is left alone.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 from contextlib import suppress
@@ -18,8 +19,9 @@ __all__ = ["Copy", "end", "listed", "name_of", "received_bytes"]
 
 _FOLDER: Final = "/proc/self/fd"
 _TCP_INFO_BYTES: Final = 136  # of struct tcp_info, up to the end of tcpi_bytes_received
-_DISCARDED: Final = bytearray(64 << 10)  # the kernel copies nothing here
-_DISCARDS: Final = 128  # at most, 8 MiB: a peer that goes on sending must not hold up the guard
+# Longer than what any connection has received and not delivered. There is no memory here: the kernel, told to discard,
+# copies nothing, and would fail with EFAULT if it did.
+_NOWHERE: Final = (ctypes.c_char * (1 << 30)).from_address(4096)
 
 
 def name_of(fd: int) -> str:
@@ -71,10 +73,12 @@ def received_bytes(fd: int, name: str) -> int:
 
 
 def end(fd: int, name: str) -> None:
-    """End a connection. What has arrived and was not read is discarded: a library would read all of it first."""
+    """End a connection. What has arrived and was not read is discarded: a library would read all of it first.
+
+    From the end on the kernel accepts no more bytes, and the discard is one call, within which nobody else reads. So a
+    library never reads on behind a gap, where bytes of a payload might be taken for a call.
+    """
     with Copy(fd, name) as ours, suppress(OSError):
         if ours is not None:
             ours.shutdown(socket.SHUT_RDWR)
-            for _ in range(_DISCARDS):
-                if not ours.recv_into(_DISCARDED, 0, socket.MSG_TRUNC | socket.MSG_DONTWAIT):
-                    return
+            ours.recv_into(_NOWHERE, 0, socket.MSG_TRUNC | socket.MSG_DONTWAIT)
