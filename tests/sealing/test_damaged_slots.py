@@ -55,7 +55,7 @@ def damage(path: Path, how: str) -> None:
     numbers = slots_of(path)
     number, other = numbers[DOMAIN], numbers[OTHER]
     if how == "a bad CRC":
-        change(path, number, b"?", at=80)
+        change(path, number, bytes([row(path, number)[80] ^ 1]), at=80)
         return
     if how == "zeros":
         change(path, number, bytes(SLOT_BYTES))
