@@ -23,6 +23,7 @@ TAG = 1 << 16
 WRITTEN = 2
 WAIT_S = 20.0
 SOON_S = WAIT_S / 2
+CALL_S = 2
 TRIES = 15
 
 
@@ -62,7 +63,10 @@ def turns(pair: Pair) -> int:
 
 
 class Waiting:
-    """A thread that waits for a group in one call of the C core; `Group.wait` looks again now and then."""
+    """A thread that waits for a group in calls of the C core; `Group.wait` has shorter ones.
+
+    On a busy machine a call may wait without the turn: then the next one asks for it again.
+    """
 
     def __init__(self, group: Group, seconds: float = WAIT_S) -> None:
         self._group, self._seconds = group, seconds
@@ -73,7 +77,10 @@ class Waiting:
 
     def _wait(self) -> None:
         began = time.monotonic()
-        self.come = bool(lib.tk_group_wait(self._group._handle, 1, 0, int(self._seconds * 1e9)))
+        self.come = False
+        while not self.come and (left_s := began + self._seconds - time.monotonic()) > 0:
+            slice_ns = int(min(left_s, CALL_S) * 1e9)
+            self.come = bool(lib.tk_group_wait(self._group._handle, 1, 0, slice_ns))
         self.took_s = time.monotonic() - began
 
     def ended(self) -> bool:
