@@ -7,7 +7,6 @@ Always holds: a block reported as kept is kept as its durability says; a block h
 to check (see `GetDone`); memory of a slot is not touched after its report; everything accepted is reported.
 
 Space is reclaimed by eviction (`kvstore.storage.reclaim`), in steps of `poll`, which also runs every `TIMER_TICK_MS`.
-
 It asks other drives only which blocks and sessions they have, and reports its own to them (`others`).
 """
 
@@ -578,7 +577,8 @@ class Drive(Handle):
 
     @property
     def _is_due(self) -> bool:
-        return self._room.is_due or self._quota_queue.is_due or bool(self._sessions.slices)
+        due = (self._room, self._quota_queue, self._writes, self._wipes)
+        return bool(self._sessions.slices) or any(one.is_due for one in due)
 
     @property
     def is_busy(self) -> bool:

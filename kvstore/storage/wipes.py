@@ -94,13 +94,18 @@ class Wipes:
         self.pending_pages += wipe.pages
         return wipe
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `settle_finished` would free something or call back at once."""
+        return bool(self._waiting) and not _is_under_way(self._waiting[0])
+
     def settle_finished(self) -> None:
         """Free wiped extents, and call back; begin those that are no longer read."""
         if self._pinned or self._read:
             self._begin_unread()
         while self._waiting:
             first = self._waiting[0]
-            if isinstance(first, _Wipe) and first.result is None:
+            if _is_under_way(first):
                 return
             self._waiting.popleft()
             if not isinstance(first, _Wipe):
@@ -132,6 +137,10 @@ class Wipes:
         """Take the result of a wipe."""
         if result < 0:
             self._writes.stop(write_error(result), 0)
+
+
+def _is_under_way(one: _Wipe | Wiped) -> bool:
+    return isinstance(one, _Wipe) and one.result is None
 
 
 class _Wipe:

@@ -249,6 +249,14 @@ class Writes:
         """Refuse the record that has waited longest, because there will be no room for it."""
         self._fail(self._waiting.popleft(), error)
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `settle_finished` would go on at once, for example as the lane is now known to have left ground."""
+        first = self._begun[0] if self._begun else None
+        if isinstance(first, Lent):
+            return first.is_over or not first.is_clear or bool(first.ended)
+        return first is not None and first.result is not None
+
     def settle_finished(self) -> None:
         """Publish and report what the drive has finished."""
         retired: list[RecordWrite] = []
