@@ -183,10 +183,12 @@ class RecordingTier(TriggerKvTier):
         return events
 
     def _record(self, what: str, chunks: Iterable[tuple[bytes, int]], more: bytes) -> None:
+        recorded = list(chunks)
+        names = self._names(key + more for key, _ in recorded)
+        pool = np.asarray(self._primary_kv_view)
         _write(
-            f"{what} {self._name(key + more).hex()} "
-            f"{blake2b(np.asarray(self._primary_kv_view)[chunk].tobytes(), digest_size=16).hexdigest()}"
-            for key, chunk in chunks
+            f"{what} {name.hex()} {blake2b(pool[chunk].tobytes(), digest_size=16).hexdigest()}"
+            for name, (_, chunk) in zip(names, recorded, strict=True)
         )
 
 
