@@ -67,6 +67,17 @@ def test_an_engines_blocks_belong_to_the_user_in_its_settings(node: NodeProcess,
 
 
 @pytest.mark.parametrize("transport", ["fabric", "grpc"])
+def test_a_small_block_of_an_engine_belongs_to_its_user(node: NodeProcess, transport: str) -> None:
+    engine, other = (Engine(node, transport, user=user) for user in ("ada", "grace"))
+    key, size = block_key(b"small"), 4096
+    with engine.carrier as carrier, other.carrier, Client(node.target) as client:
+        small = Place(key, int(engine.memory.ctypes.data), size)
+        assert carrier.put([small]) == carrier.get([small]) == [True]
+        assert other.carrier.lengths([key]) == [0]
+        assert client.erase_user("ada").blocks == 1
+
+
+@pytest.mark.parametrize("transport", ["fabric", "grpc"])
 def test_shared_blocks_are_found_by_every_engine_set_to_shared(node: NodeProcess, transport: str) -> None:
     one, two = (Engine(node, transport, shared=True) for _ in range(2))
     with one.carrier, two.carrier as carrier, Client(node.target) as client:

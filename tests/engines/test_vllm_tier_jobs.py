@@ -240,41 +240,6 @@ def test_an_idle_engine_waits_for_pending_loads(node: Node, monkeypatch: pytest.
     one.tier.shutdown()
 
 
-def test_a_large_load_is_made_by_two_threads_and_ends_with_the_later_one(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = Tier(node.target)
-    some = keys("halves", 5)
-    assert one.ended(one.submit(some)).success
-    calls: list[int] = []
-    over: list[float] = []
-    carrier: Any = one.tier._carrier
-    get = carrier.get
-
-    def counted(places: list[Any], *, timeout_s: float) -> list[bool]:
-        calls.append(len(places))
-        if len(places) == 2:
-            raise ValueError("of the first half")
-        time.sleep(0.3)
-        over.append(time.monotonic())
-        here: list[bool] = get(places, timeout_s=timeout_s)
-        return here
-
-    carrier.get = counted
-    assert one.ended(one.submit(some, load=True)).success
-    assert calls == [5]
-    monkeypatch.setattr(tier, "VLLM_TIER_HALF_BYTES_MIN", 2 * CHUNK_BYTES)
-    number = one.submit(some, load=True)
-    _, _, future = one.tier._under_way[number]
-    assert future.result(30).whole == [False] * 5
-    assert len(over) == 2  # nothing writes to the pool any more
-    carrier.get = lambda places, **_: [place.is_here for place in places]
-    here = [False, True, False, False, True]
-    halves: list[Any] = [Fake(is_here=one) for one in here]
-    assert one.tier._get(halves, timeout_s=1) == here
-    one.tier.shutdown()
-
-
 class _Asked(TriggerKvTier):
     """A tier that only answers whether a request waits for it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvstore.client import Client
 from kvstore.engines.vllm import tier
+from tests.engines.node import until
 from tests.engines.test_vllm_tier_jobs import CHUNKS, STEP, Tier, keys
 
 if TYPE_CHECKING:
@@ -69,22 +71,43 @@ def test_a_chunk_is_loaded_once_for_a_request_of_an_idle_engine(node: Node) -> N
     one.tier.shutdown()
 
 
-@pytest.mark.usefixtures("_patient")
-def test_answers_that_are_there_just_after_the_news_of_them_are_taken_at_once(node: Node) -> None:
+def test_a_busy_engine_learns_what_it_asked_for_while_it_was_idle(node: Node) -> None:
     one = Tier(node.target)
-    key = keys("after the news", 1)
-    assert one.ended(one.submit(key)).success
-    present = one.tier._lookups._present
+    some = keys("asked while idle", 3)
+    assert one.ended(one.submit(some[:2])).success
+    present, may_answer, asked = one.tier._lookups._present, threading.Event(), []
 
     def late(names: list[bytes]) -> list[bool]:
-        answers = present(names)
-        time.sleep(0.05)
-        return answers
+        asked.append(len(names))
+        assert may_answer.wait(20)
+        return present(names)
 
     one.tier._lookups._present = late
-    began = time.monotonic()
-    asked_while_idle(one, key, "first")
-    assert time.monotonic() - began < 5
+    one.told.is_idle, one.told.expected = True, lambda: some
+    context = one.request()
+    assert one.tier.lookup(some[0], context) is LookupResult.RETRY
+    one.told.is_idle = False
+    assert one.tier.lookup(some[0], context) is LookupResult.RETRY
+    one.tier.on_schedule_end(STEP)
+    may_answer.set()
+    until(lambda: one.tier.lookup(some[0], context) is not LookupResult.RETRY, "the node has answered")
+    hits = [LookupResult.HIT] * 2 + [LookupResult.MISS]
+    assert [one.tier.lookup(key, context) for key in some] == hits
+    assert asked == [3]
+    one.tier.shutdown()
+
+
+def test_an_error_of_a_look_up_is_a_miss(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "VLLM_LOADING_WAIT_S", 10)
+    one = Tier(node.target)
+
+    def broken(names: list[bytes]) -> list[bool]:
+        raise ValueError(names)
+
+    one.tier._lookups._present = broken
+    some = keys("no answer", 2)
+    one.told.is_idle, one.told.expected = True, lambda: some
+    assert [one.tier.lookup(key, one.request()) for key in some] == [LookupResult.MISS] * 2
     one.tier.shutdown()
 
 
@@ -110,12 +133,12 @@ def test_an_idle_engine_asks_for_all_chunks_of_a_request_at_once_and_waits_a_mom
     idle = one.request("idle")
     idle.set_offload_key_position(some[3], CHUNKS * 32)  # more than most of the pool
     assert [one.tier.lookup(key, idle) for key in some] == [LookupResult.HIT] * 3 + [LookupResult.MISS]
-    assert asked == [1, 2]  # the first chunk had been asked for
+    assert asked == [1, 3]
     assert one.told.expected is None
     unknown, others = one.request("of a window"), keys("others", 3)
     assert [one.tier.lookup(key, unknown) for key in others] == [LookupResult.RETRY] * 3
     assert one.look(others[0], unknown) is LookupResult.MISS
-    assert asked == [1, 2, 3]
+    assert asked == [1, 3, 3]
     assert "late_lookups" not in one.counts()
     one.tier.shutdown()
 

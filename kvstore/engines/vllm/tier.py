@@ -20,7 +20,6 @@ import json
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -46,9 +45,7 @@ from kvstore.errors import ConfigError, DeadlineExceeded
 from kvstore.limits import (
     VLLM_LOAD_THREADS,
     VLLM_LOADING_WAIT_S,
-    VLLM_LOOKUP_NEXT_WAIT_S,
     VLLM_SHUTDOWN_MS,
-    VLLM_TIER_HALF_BYTES_MIN,
     VLLM_TIER_STORING_PART,
 )
 from kvstore.names import block_key, block_keys
@@ -77,9 +74,22 @@ _COUNTS = {
 class _Seen:
     """The state of a request, until it is preempted or ends."""
 
-    asked_ns: int  # when it began to wait for the node's answers
-    here: set[bytes] = field(default_factory=set)  # chunks that the node has, and that no load was begun for
-    brought: set[bytes] = field(default_factory=set)  # what has arrived for it
+    since_ns: int  # when it began to wait for the node's answers
+    has_asked: bool = False  # for all of its chunks at once
+    asked: tuple[list[bytes], Future[list[bool]]] | None = None  # these chunks, and the answers to come
+    known: dict[bytes, bool | None] = field(
+        default_factory=dict
+    )  # whether the node has a chunk; None: asked for
+    brought: set[bytes] = field(default_factory=set)  # what has arrived for it, and is not known any more
+
+    def take_answers(self) -> None:
+        """Learn the answers, if they are there."""
+        if self.asked is None or not self.asked[1].done():
+            return
+        (keys, answers), self.asked = self.asked, None
+        for key, is_here in zip(keys, answers.result(), strict=True):
+            if self.known.get(key, is_here) is None:
+                self.known[key] = is_here
 
 
 class _Job(NamedTuple):
@@ -166,8 +176,8 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         self._is_asking = False  # whether the last step was told to look something up again
         self._lookups = _Lookups(tier_type, self._present)
         self._seen: dict[str, _Seen] = {}
+        self._asks = ThreadPoolExecutor(1, "kvstore-tier-ask")
         self._loads = ThreadPoolExecutor(VLLM_LOAD_THREADS, "kvstore-tier-load")
-        self._halves = ThreadPoolExecutor(VLLM_LOAD_THREADS, "kvstore-tier-half")  # one of a load each
         self._saves = ThreadPoolExecutor(1, "kvstore-tier-save")
         self._under_way: dict[int, tuple[bool, _Job, Future[_Moved]]] = {}
         self._ended: list[JobResult] = []
@@ -184,25 +194,29 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Whether a chunk can be loaded, decided once per request; RETRY until the node has answered or is late."""
         seen = self._seen.get(req_context.req_id)
-        if seen is not None and key in seen.here:
-            return LookupResult.HIT
+        is_known = None if seen is None else seen.known.get(key)
+        if is_known is not None:
+            return LookupResult.HIT if is_known else LookupResult.MISS
         if not self._engine.loads or self._is_too_late(key, req_context):
             return LookupResult.MISS
-        name = key + self._more(req_context)
         if seen is None:
             seen = self._seen[req_context.req_id] = _Seen(self._clock.monotonic_ns())
-        found = self._lookups.lookup(name, req_context)
-        if found is None and self._engine.is_idle and self._ask_for_all(seen, req_context):
-            found = self._lookups.lookup(name, req_context)
+        if key in seen.brought:  # concurrent requests would evict each other's for ever
+            self._count("evicted_chunks", 1)
+            return LookupResult.MISS
+        if self._engine.is_idle:
+            self._ask_for_all(seen, req_context)
+        seen.take_answers()
+        found: bool | None
+        if key in seen.known:
+            found = seen.known[key]
+        else:
+            found = self._lookups.lookup(key + self._more(req_context), req_context)
         if found is None:
-            if self._clock.monotonic_ns() - seen.asked_ns <= self._lookup_ns:
+            if self._clock.monotonic_ns() - seen.since_ns <= self._lookup_ns:
                 self._is_asking = True
                 return LookupResult.RETRY
             self._count("late_lookups", 1)
-            return LookupResult.MISS
-        if found and name in seen.brought:  # concurrent requests would evict each other's for ever
-            self._count("evicted_chunks", 1)
-            return LookupResult.MISS
         return LookupResult.HIT if found else LookupResult.MISS
 
     def _is_too_late(self, key: bytes, req_context: Any) -> bool:
@@ -210,33 +224,31 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         end_token = req_context.get_offload_key_position(key)
         return end_token is not None and end_token > self._tokens_max
 
-    def _ask_for_all(self, seen: _Seen, req_context: Any) -> bool:
-        """Ask for all chunks of a request at its first one, and wait a moment, because the engine is idle."""
+    def _ask_for_all(self, seen: _Seen, req_context: Any) -> None:
+        """Ask for all chunks of a request at its first one, and wait a moment, because the engine is idle.
+
+        The others are asked for at the end of the step, by one call.
+        """
         expected, self._engine.expected = self._engine.expected, None
-        keys = expected() if expected is not None else []
-        more = self._more(req_context)
-        keys = [key for key in keys if not self._is_too_late(key, req_context)]
-        if not keys:
-            return False  # the step's look-ups are asked for at its end, by one call
-        names = [key + more for key in keys]
-        for name in names:
-            self._lookups.lookup(name, req_context)
-        self._lookups.flush()
-        until_ns = self._clock.monotonic_ns() + int(VLLM_LOADING_WAIT_S * 1e9)
-        while self._lookups.lookup(names[-1], req_context) is None:
-            left_ns = until_ns - self._clock.monotonic_ns()
-            if left_ns <= 0:
-                break
-            # The answers are taken over just after the news of them.
-            self._news.wait(min(left_ns / 1e9, VLLM_LOOKUP_NEXT_WAIT_S))
-            self._news.clear()  # of a load that has ended too, `_wait_if_idle` knows
-            self._lookups.drain_results()
-        seen.here.update(
-            key
-            for key, name in zip(keys, names, strict=True)
-            if self._lookups.lookup(name, req_context) and name not in seen.brought
-        )
-        return True
+        if expected is None:
+            return
+        if not seen.has_asked and (keys := expected()):
+            if self._is_too_late(keys[-1], req_context):
+                keys = [key for key in keys if not self._is_too_late(key, req_context)]
+            more = self._more(req_context)
+            names = [key + more for key in keys]
+            seen.has_asked, seen.known = True, dict.fromkeys(keys)
+            seen.asked = keys, self._asks.submit(self._answers, names, req_context)
+        if seen.asked is not None:
+            wait([seen.asked[1]], VLLM_LOADING_WAIT_S)
+
+    def _answers(self, names: list[bytes], req_context: Any) -> list[bool]:
+        """In a thread: whether the node has these."""
+        try:
+            return self._lookups.batch_lookup(names, req_context)
+        except Exception:  # no error may stop the engine
+            log.exception("Chunks could not be looked up.")
+            return [False] * len(names)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Record the adapter of a request."""
@@ -288,8 +300,9 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
     def submit_load(self, job_metadata: Any) -> None:
         """Queue chunks to be loaded."""
         if (seen := self._seen.get(job_metadata.req_context.req_id)) is not None:
-            seen.here.difference_update(job_metadata.keys)
-        self._begin(self._loads, self._get, job_metadata, self._load_ns)
+            for key in job_metadata.keys:
+                seen.known.pop(key, None)
+        self._begin(self._loads, self._carrier.get, job_metadata, self._load_ns)
 
     def _begin(
         self, threads: ThreadPoolExecutor, move: Callable[..., list[bool]], job_metadata: Any, ns: int
@@ -325,18 +338,6 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
                 log.exception("Moving chunks failed.")
         return _Moved(whole, (self._clock.monotonic_ns() - began_ns) / 1e9)
 
-    def _get(self, places: Sequence[Place], *, timeout_s: float) -> list[bool]:
-        """In a thread: get chunks; many of them by two threads, as one doesn't copy as fast as the memory allows."""
-        half = len(places) // 2
-        if half * self._size < VLLM_TIER_HALF_BYTES_MIN:
-            return self._carrier.get(places, timeout_s=timeout_s)
-        get, request = self._carrier.get, copy_context()
-        rest = self._halves.submit(request.run, get, places[half:], timeout_s=timeout_s)
-        try:
-            return get(places[:half], timeout_s=timeout_s) + rest.result()
-        finally:
-            wait([rest])  # it writes to the pool
-
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """The jobs that ended since the last call, and the chunks they moved."""
         self._wait_if_idle()
@@ -364,10 +365,12 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         here, missing = _parted(job.keys, moved.whole)
         if missing:  # or they would be promised again
             self._lookups.mark_miss([key + job.more for key in missing])
-            for one in self._seen.values():
-                one.here.difference_update(missing)
+            for request_id, one in self._seen.items():
+                one.known.update(
+                    (key, False) for key in missing if key in one.known or request_id == job.request_id
+                )
         if (seen := self._seen.get(job.request_id)) is not None:
-            seen.brought.update(key + job.more for key in here)
+            seen.brought.update(here)
         self._count("loaded_chunks", len(here))
         self._count("missing_chunks", len(missing))
         return JobResult(
@@ -441,7 +444,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
         under_way = [future for _, _, future in self._under_way.values()]
         if wait(under_way, _SHUTDOWN_S).not_done:
             raise DeadlineExceeded("Jobs of the tier have not ended; the pool's memory must stay allocated.")
-        for threads in (self._loads, self._halves, self._saves):
+        for threads in (self._asks, self._loads, self._saves):
             threads.shutdown()
         self._lookups.shutdown()
 
