@@ -75,13 +75,12 @@ class DriveLanes:
     def take(self) -> Iterator[tuple[Drive, bytes]]:
         """Process the records that have ended, each drive's in the order of generations."""
         for drive, lane in self._pairs:
-            while rows := lane.take():
+            for rows in lane.take_ended():
                 yield drive, rows
 
-    def lend(self) -> None:
-        """Give the lanes ground for a client that puts, as far as they need it."""
+    def note_use(self) -> None:
+        """Note that a client puts."""
         self._idle_ticks = 0
-        self.renew()
 
     def renew(self) -> None:
         """Give ground to lanes that were used recently, as far as they need it."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvstore.durability import Durability
 from kvstore.storage.index_layout import BLOCK_ROW, names_in, record_pages
 from nic_offload.shelf import RENAMED_USED
 
@@ -128,20 +127,19 @@ class LaneBlocks:
         node, came = self._node, rows["came"]
         if not len(rows):
             return
-        lengths, landed_ns, fired_ns = came["length"].tolist(), came["landed_ns"], came["fired_ns"]
-        flags_ns: list[int] = []
-        if area.has_our_clock:
-            flags_ns = fired_ns[(fired_ns > 0) & (fired_ns < landed_ns)].tolist()
-            node.traces.fired_blocks += len(flags_ns)
-        node.counters.kept(lengths)
-        first_ns, last_ns = int(landed_ns[0]), int(landed_ns[-1])
-        put = node.timings.kept_together(
+        size_bytes = int(came["length"].sum(dtype=np.uint64))
+        node.counters.puts += len(rows)
+        node.counters.put_bytes += size_bytes
+        fired_ns = came["fired_ns"]
+        has_flag = (fired_ns > 0) & (fired_ns < came["landed_ns"]) & area.has_our_clock
+        node.traces.fired_blocks += int(np.count_nonzero(has_flag))
+        node.timings.written_together(
             area.connection.tenant,
-            Durability.WRITTEN,
-            (first_ns, last_ns, max(int(rows["ended_ns"].max()), last_ns)),
-            lengths,
+            came["landed_ns"].astype(np.int64),
+            rows["ended_ns"].astype(np.int64),
+            np.where(has_flag, fired_ns, 0).astype(np.int64),
+            size_bytes,
         )
-        put.take_flags(flags_ns)
 
 
 def count_uses(node: Node, generations: NDArray[np.uint64], renamed: NDArray[np.uint8]) -> None:

@@ -12,12 +12,16 @@ from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from kvstore.durability import Durability
 from kvstore.limits import PUTS_ROW_MS, PUTS_SEEN_MAX, PUTS_TOGETHER_MS, RPC_TIMEOUT_MS
 from kvstore.node.statistics import Counters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
 
     from kvstore.clock import Clock
     from kvstore.errors import KvError
@@ -35,6 +39,7 @@ _BUCKETS_NS: Final[tuple[int, ...]] = (
     *(step * 10**power for power in range(3, 9) for step in (10, 25, 50)),
     10_000_000_000,
 )
+_BUCKETS: Final = np.array(_BUCKETS_NS)
 BUCKETS_S: Final[tuple[float, ...]] = tuple(bound / 1_000_000_000 for bound in _BUCKETS_NS)
 
 
@@ -51,6 +56,12 @@ class Histogram:
         """Note a duration, `times` times."""
         self.counts[bisect_left(_BUCKETS_NS, lasted_ns)] += times
         self.sum_ns += lasted_ns * times
+
+    def note_all(self, lasted_ns: NDArray[np.int64]) -> None:
+        """Note many durations."""
+        buckets = np.bincount(np.searchsorted(_BUCKETS, lasted_ns), minlength=len(self.counts))
+        self.counts = [before + more for before, more in zip(self.counts, buckets.tolist(), strict=True)]
+        self.sum_ns += int(lasted_ns.sum())
 
     @property
     def count(self) -> int:
@@ -165,6 +176,29 @@ class Timings:
         put = self._put(tenant, leased_ns, durability, trace, inline=False)
         put.add(len(lengths), sum(lengths), landed_ns, kept_ns)
         return put
+
+    def written_together(
+        self,
+        tenant: bytes,
+        landed_ns: NDArray[np.int64],
+        ended_ns: NDArray[np.int64],
+        flags_ns: NDArray[np.int64],
+        size_bytes: int,
+    ) -> None:
+        """Note blocks of one tenant that nothing was known of until they were on the drive; a flag of 0 is none."""
+        kept_ns = np.maximum(ended_ns, landed_ns)
+        self._kept(Durability.WRITTEN).note_all(kept_ns - landed_ns)
+        first_ns = int(landed_ns[0])
+        put = self._put(tenant, first_ns, Durability.WRITTEN, None, inline=False)
+        put.add(len(landed_ns), size_bytes, int(landed_ns[-1]), int(kept_ns.max()))
+        put.landed_first_ns = min(put.landed_first_ns, first_ns)
+        has_flag = (flags_ns > 0) & (landed_ns - flags_ns < _FLIGHT_NS)
+        if has_flag.any():
+            flags_ns, landed_ns = flags_ns[has_flag], landed_ns[has_flag]
+            self.fired.note_all(landed_ns - flags_ns)
+            flag_ns = int(flags_ns.min())
+            put.flag_ns = min(put.flag_ns or flag_ns, flag_ns)
+            put.flagged = min(put.blocks, put.flagged + len(flags_ns))
 
     def inline_kept(
         self,

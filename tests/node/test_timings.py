@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from kvstore.durability import Durability
 from kvstore.errors import KeyTaken, LeaseExpired, NoSpace
 from kvstore.limits import RPC_TIMEOUT_MS, TRACE_STEPS_MAX
 from kvstore.node.session_names import name_of
 from kvstore.node.session_traces import SessionTrace
-from kvstore.node.timings import PutSeen, Timings
+from kvstore.node.timings import BUCKETS_S, Histogram, PutSeen, Timings
 from kvstore.steps import Seen, Step
 from tests.node.test_tenants import HeldClock
 
@@ -113,3 +115,28 @@ def test_a_flag_time_long_before_its_block_landed_is_ignored() -> None:
     leases = [house.lease((RPC_TIMEOUT_MS + 1) * MS, trace=None, flag_ns=MS)]
     house.timings.leases_kept(ONE, Durability.WRITTEN, leases, (RPC_TIMEOUT_MS + 2) * MS)
     assert house.rows[0].flag_ns == 0
+
+
+def test_blocks_written_together_are_timed_one_by_one() -> None:
+    house = House()
+    landed = np.array([1_000, 1_010, 1_020, (RPC_TIMEOUT_MS + 2_000)]) * MS
+    ended = landed + np.array([1, 20, -3, 4]) * MS
+    flags = np.array([998, 0, 990, 1_000]) * MS
+    house.timings.written_together(ONE, landed, ended, flags, 4 * 512)
+    (row,) = house.rows
+    assert (row.blocks, row.size_bytes, row.flagged, row.flag_ns) == (4, 4 * 512, 2, 990 * MS)
+    assert (row.landed_first_ns, row.landed_ns, row.kept_ns) == (1_000 * MS, landed[3], ended[3])
+    assert house.timings.fired.sum_ns == (2 + 30) * MS  # the last flag is another put's
+    kept = house.timings.kept[Durability.WRITTEN]
+    assert kept.sum_ns == (1 + 20 + 4) * MS
+    assert (kept.count, house.timings.fired.count) == (4, 2)
+
+
+def test_durations_are_counted_together_as_one_by_one() -> None:
+    one_by_one, together = Histogram(), Histogram()
+    bounds_ns = [round(bound_s * 1e9) for bound_s in BUCKETS_S]
+    durations_ns = [0, *bounds_ns, *[bound_ns + 1 for bound_ns in bounds_ns]]
+    for duration_ns in durations_ns:
+        one_by_one.note(duration_ns)
+    together.note_all(np.array(durations_ns))
+    assert (together.counts, together.sum_ns) == (one_by_one.counts, one_by_one.sum_ns)
