@@ -153,6 +153,33 @@ int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t coun
 	return error;
 }
 
+static int slots_ascend(const void *one, const void *other)
+{
+	return ascend(&((const struct keep_block *)one)->slot, &((const struct keep_block *)other)->slot);
+}
+
+/* Marks rows as removed by this commit: those of neighbouring slots, as blocks that were put together are, by one write.
+ * Between puts nothing else uses `pending` and `taken`. */
+static int mark_all_gone(keep_blocks *b, const struct keep_block *rows, uint64_t count, uint64_t commit)
+{
+	uint64_t marked = 0;
+	int are_ascending = 1;
+
+	for (uint64_t i = 0; i < count; i++) {
+		if (rows[i].generation == 0)
+			continue;
+		b->pending[marked] = rows[i];
+		b->pending[marked].gone = commit;
+		are_ascending &= marked == 0 || b->pending[marked - 1].slot < rows[i].slot;
+		marked++;
+	}
+	if (!are_ascending)
+		qsort(b->pending, marked, sizeof *b->pending, slots_ascend);
+	for (uint64_t i = 0; i < marked; i++)
+		b->taken[i] = b->pending[i].slot;
+	return keep_blocks_write_rows(b, b->pending, marked);
+}
+
 /* Removes the blocks that `find_it` finds, and returns their rows; if there is no block, the row has no generation. */
 static int remove_found(keep_blocks *b, keep_finder *find_it, const void *asked, uint64_t count, struct keep_block *out)
 {
@@ -162,6 +189,10 @@ static int remove_found(keep_blocks *b, keep_finder *find_it, const void *asked,
 
 	if (b->has_failed)
 		return -EIO;
+	if (error == 0)
+		error = keep_grow((void **)&b->taken, &b->taken_room, count, sizeof *b->taken);
+	if (error == 0)
+		error = keep_grow((void **)&b->pending, &b->pending_room, count, sizeof *b->pending);
 	head.commit++;
 	for (; done < count && error >= 0; done += error >= 0) {
 		error = find_it(b, asked, done, &out[done]);
@@ -173,9 +204,8 @@ static int remove_found(keep_blocks *b, keep_finder *find_it, const void *asked,
 			out[done].generation = 0;
 		}
 	}
-	for (uint64_t i = 0; i < done && error >= 0; i++)
-		if (out[i].generation != 0)
-			error = keep_blocks_mark_gone(b, out[i].slot, head.commit);
+	if (error >= 0)
+		error = mark_all_gone(b, out, done, head.commit);
 	if (error >= 0)
 		error = keep_blocks_write_head(b, &head);
 	for (uint64_t i = done; i-- > 0;) {
