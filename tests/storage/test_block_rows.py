@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import struct
 import subprocess
@@ -186,6 +187,20 @@ def test_rows_swapped_while_the_file_is_open_are_not_confused(tmp_path: Path) ->
             model.table.of_generations([int(generation)])
     with pytest.raises(Corrupt, match="a block's row was changed"):
         model.table.lives()
+    model.table.close()
+
+
+def test_rows_that_a_file_has_lost_while_it_is_open_are_detected(tmp_path: Path) -> None:
+    model = Model(tmp_path / "blocks", 4)
+    entries = [(name, model.some_entry()) for name in NAMES]
+    model.table.put(rows_of_entries(entries))
+    os.truncate(model.path, PAGE + 2 * ROW)
+    assert model.table.find(joined(NAMES[:2]))["generation"].all()
+    for count in (3, len(NAMES)):
+        with pytest.raises(Corrupt, match="a block's row was changed"):
+            model.table.find(joined(NAMES[:count]))
+        with pytest.raises(Corrupt, match="a block's row was changed"):
+            model.table.of_generations([entry.generation for _, entry in entries[:count]])
     model.table.close()
 
 

@@ -177,6 +177,30 @@ def test_a_process_that_dies_within_a_change_has_made_all_of_it_or_nothing(tmp_p
     model.table.close()
 
 
+def test_blocks_that_were_put_together_are_found_and_removed_together(tmp_path: Path) -> None:
+    """Their rows are neighbours, and read and written together; the others of a batch are not."""
+    model = Model(tmp_path / "blocks", 2)
+    names = [(TENANTS[0], key(number)) for number in range(200)]
+    entries = {
+        name: Entry(number * PAGE, 100, 1, number + 1, 0, bytes(16)) for number, name in enumerate(names)
+    }
+    model.table.put(rows_of_entries(entries.items()))
+    orders = [names, names[::-1], names[::3], names[50:] + names[:50]]
+    orders.append(model.dice.sample(names, len(names)))
+    for order in orders:
+        assert model.table.find(joined(order))["offset"].tolist() == [entries[name].offset for name in order]
+        generations = [entries[name].generation for name in order]
+        assert model.table.of_generations(generations)["key"].tolist() == [name[1] for name in order]
+    for order in (names[20:90], names[150:100:-1], model.dice.sample(names[:20], 9)):
+        generations = [entries.pop(name).generation for name in order]
+        assert model.table.remove_generations(generations)["generation"].tolist() == generations
+        model.table.close()
+        model.table = BlockTable.load(model.path)
+        found = model.table.find(joined(names))["generation"].tolist()
+        assert found == [entries[name].generation if name in entries else 0 for name in names]
+    model.table.close()
+
+
 def test_a_reader_undoes_nothing(tmp_path: Path) -> None:
     model = Model(tmp_path / "blocks", 1)
     model.table.put(rows_of_entries([(name, model.some_entry()) for name in NAMES[:20]]))

@@ -63,7 +63,7 @@ static void remove_name(keep_blocks *b, uint64_t hash, uint32_t slot)
 }
 
 /* Reads the row of a slot: from the batch that is being put, or from the file. */
-int keep_blocks_row(const keep_blocks *b, uint32_t slot, struct keep_block *out)
+int keep_blocks_row(const keep_blocks *b, struct keep_window *w, uint32_t slot, struct keep_block *out)
 {
 	uint32_t first = 0, until = b->taken_count;
 
@@ -79,17 +79,18 @@ int keep_blocks_row(const keep_blocks *b, uint32_t slot, struct keep_block *out)
 		*out = b->pending[first];
 		return 0;
 	}
-	return keep_blocks_read(b, slot, out);
+	return keep_window_read(w, b, slot, out);
 }
 
 /* Finds the row of a name: 1, 0 if there is none, or an error. */
-int keep_blocks_find_one(const keep_blocks *b, uint64_t hash, const uint8_t *name, struct keep_block *out)
+int keep_blocks_find_one(const keep_blocks *b, struct keep_window *w, uint64_t hash, const uint8_t *name,
+			 struct keep_block *out)
 {
 	const struct keep_part *part = keep_blocks_part(b, hash);
 	uint64_t word = keep_blocks_word(hash, 0);
 
 	for (uint32_t at = place_of(part, word); at < part->count && part->words[at] >> 32 == word >> 32; at++) {
-		int error = keep_blocks_row(b, (uint32_t)part->words[at], out);
+		int error = keep_blocks_row(b, w, (uint32_t)part->words[at], out);
 
 		if (error < 0)
 			return error;
@@ -202,25 +203,30 @@ void keep_blocks_take_out(keep_blocks *b, uint64_t hash, const struct keep_block
 	b->generations[row->slot] = 0;
 }
 
-int keep_blocks_find_named(const keep_blocks *b, const void *names, uint64_t at, struct keep_block *out)
+int keep_blocks_find_named(const keep_blocks *b, struct keep_window *w, const void *names, uint64_t at,
+			   struct keep_block *out)
 {
 	const uint8_t *name = (const uint8_t *)names + at * KEEP_NAME_BYTES;
 
-	return keep_blocks_find_one(b, keep_blocks_hash(b, name), name, out);
+	return keep_blocks_find_one(b, w, keep_blocks_hash(b, name), name, out);
 }
 
-int keep_blocks_find_generation(const keep_blocks *b, const void *generations, uint64_t at, struct keep_block *out)
+int keep_blocks_find_generation(const keep_blocks *b, struct keep_window *w, const void *generations, uint64_t at,
+				struct keep_block *out)
 {
 	uint32_t slot = keep_map_find(&b->by_generation, ((const uint64_t *)generations)[at]);
-	int error = slot == KEEP_NO_ID ? 0 : keep_blocks_read(b, slot, out);
+	int error = slot == KEEP_NO_ID ? 0 : keep_window_read(w, b, slot, out);
 
 	return error < 0 ? error : slot != KEEP_NO_ID;
 }
 
 static int find_each(const keep_blocks *b, keep_finder *find_it, const void *asked, uint64_t count, struct keep_block *out)
 {
+	struct keep_window window;
+
+	keep_window_open(&window);
 	for (uint64_t i = 0; i < count; i++) {
-		int found = find_it(b, asked, i, &out[i]);
+		int found = find_it(b, &window, asked, i, &out[i]);
 
 		if (found < 0)
 			return found;
@@ -241,14 +247,16 @@ int64_t keep_blocks_find_until(const keep_blocks *b, const uint8_t *tenant, cons
 			       uint64_t now_ms)
 {
 	uint8_t name[KEEP_NAME_BYTES];
+	struct keep_window window;
 	struct keep_block row;
 
+	keep_window_open(&window);
 	memcpy(name, tenant, KEEP_TENANT_BYTES);
 	for (uint64_t i = 0; i < count; i++) {
 		int found;
 
 		memcpy(name + KEEP_TENANT_BYTES, keys + i * KEEP_KEY_BYTES, KEEP_KEY_BYTES);
-		found = keep_blocks_find_one(b, keep_blocks_hash(b, name), name, &row);
+		found = keep_blocks_find_one(b, &window, keep_blocks_hash(b, name), name, &row);
 		if (found < 0)
 			return found;
 		if (found == 0 || (row.expires_ms > 0 && row.expires_ms <= now_ms))

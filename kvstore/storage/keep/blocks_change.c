@@ -49,11 +49,12 @@ static int is_same(const struct keep_block *row, const struct keep_block *other)
 }
 
 /* Adds a row of a batch to memory. It replaces the row with its name, which is copied to `before`. */
-static int put_one(keep_blocks *b, const struct keep_block *row, uint64_t hash, uint64_t at, struct keep_head *head)
+static int put_one(keep_blocks *b, struct keep_window *w, const struct keep_block *row, uint64_t hash, uint64_t at,
+		   struct keep_head *head)
 {
 	struct keep_block *before = &b->before[at], *after = &b->pending[at];
 	uint64_t identity;
-	int found = keep_blocks_find_one(b, hash, row->name, before), error;
+	int found = keep_blocks_find_one(b, w, hash, row->name, before), error;
 
 	if (found < 0)
 		return found;
@@ -120,6 +121,7 @@ int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t coun
 {
 	struct keep_head head = b->head;
 	uint64_t done = 0, hashes[KEEP_WARMED_AT_ONCE];
+	struct keep_window window;
 	int error;
 
 	if (b->has_failed)
@@ -132,10 +134,11 @@ int keep_blocks_put(keep_blocks *b, const struct keep_block *rows, uint64_t coun
 	head.commit++;
 	if (b->taken[count - 1] >= head.slots)
 		head.slots = (uint64_t)b->taken[count - 1] + 1;
+	keep_window_open(&window);
 	while (done < count && error == 0) {
 		if (done % KEEP_WARMED_AT_ONCE == 0)
 			keep_blocks_warm(b, &rows[done], keep_warmed_at_once(count - done), hashes);
-		error = put_one(b, &rows[done], hashes[done % KEEP_WARMED_AT_ONCE], done, &head);
+		error = put_one(b, &window, &rows[done], hashes[done % KEEP_WARMED_AT_ONCE], done, &head);
 		done += error == 0;
 	}
 	b->taken_count = (uint32_t)count;
@@ -184,6 +187,7 @@ static int mark_all_gone(keep_blocks *b, const struct keep_block *rows, uint64_t
 static int remove_found(keep_blocks *b, keep_finder *find_it, const void *asked, uint64_t count, struct keep_block *out)
 {
 	struct keep_head head = b->head;
+	struct keep_window window;
 	uint64_t done = 0;
 	int error = keep_grow((void **)&b->free, &b->free_room, b->free_count + count, sizeof *b->free);
 
@@ -194,8 +198,9 @@ static int remove_found(keep_blocks *b, keep_finder *find_it, const void *asked,
 	if (error == 0)
 		error = keep_grow((void **)&b->pending, &b->pending_room, count, sizeof *b->pending);
 	head.commit++;
+	keep_window_open(&window);
 	for (; done < count && error >= 0; done += error >= 0) {
-		error = find_it(b, asked, done, &out[done]);
+		error = find_it(b, &window, asked, done, &out[done]);
 		if (error == 1) {
 			keep_blocks_take_out(b, keep_blocks_hash(b, out[done].name), &out[done]);
 			head.count--;
@@ -232,10 +237,12 @@ int keep_blocks_remove_generations(keep_blocks *b, const uint64_t *generations, 
 /* Changes when blocks expire; names that are not stored are skipped. Each change is one write, not a commit. */
 int keep_blocks_renew(keep_blocks *b, const uint8_t *names, const uint64_t *expiries_ms, uint64_t count)
 {
+	struct keep_window window;
 	struct keep_block row;
 
+	keep_window_open(&window); /* of a name that is there twice it has the first expiry still, which nothing uses */
 	for (uint64_t i = 0; i < count; i++) {
-		int found = b->has_failed ? -EIO : keep_blocks_find_named(b, names, i, &row);
+		int found = b->has_failed ? -EIO : keep_blocks_find_named(b, &window, names, i, &row);
 
 		if (found == 1) {
 			row.expires_ms = expiries_ms[i];

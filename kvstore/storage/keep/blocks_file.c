@@ -73,6 +73,12 @@ uint64_t keep_block_check(const struct keep_blocks *b, uint64_t identity, uint64
 	return tk_siphash(b->head.secret, said, sizeof said);
 }
 
+static int is_as_written(const keep_blocks *b, uint32_t slot, const struct keep_block *row)
+{
+	return row->slot == slot && row->generation == b->generations[slot] &&
+	       row->check == keep_block_check(b, keep_block_identity(b, row), row->expires_ms);
+}
+
 /* Reads a row that is live in memory; -EBADMSG if it is not as it was written. */
 int keep_blocks_read(const keep_blocks *b, uint32_t slot, struct keep_block *out)
 {
@@ -80,10 +86,30 @@ int keep_blocks_read(const keep_blocks *b, uint32_t slot, struct keep_block *out
 
 	if (got < 0)
 		return (int)got;
-	if (got < ROW_BYTES || out->slot != slot || out->generation != b->generations[slot] ||
-	    out->check != keep_block_check(b, keep_block_identity(b, out), out->expires_ms))
-		return -EBADMSG;
-	return 0;
+	return got == ROW_BYTES && is_as_written(b, slot, out) ? 0 : -EBADMSG;
+}
+
+void keep_window_open(struct keep_window *w)
+{
+	w->first = w->count = 0;
+	w->next = KEEP_NO_ID;
+}
+
+/* As `keep_blocks_read`. A row that follows the last one is read with those behind it. */
+int keep_window_read(struct keep_window *w, const keep_blocks *b, uint32_t slot, struct keep_block *out)
+{
+	if (slot - w->first >= w->count) {
+		size_t rows = slot == w->next ? KEEP_WINDOW_ROWS : 1;
+		ssize_t got = read_all(b, w->rows, rows * ROW_BYTES, offset_of(slot));
+
+		w->first = slot;
+		w->count = got < 0 ? 0 : (uint32_t)(got / ROW_BYTES);
+		if (w->count == 0)
+			return got < 0 ? (int)got : -EBADMSG;
+	}
+	w->next = slot + 1;
+	*out = w->rows[slot - w->first];
+	return is_as_written(b, slot, out) ? 0 : -EBADMSG;
 }
 
 /* Writes the rows of a batch to the slots chosen for it. */

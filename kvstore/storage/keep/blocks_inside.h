@@ -5,7 +5,7 @@
 #include "blocks.h"
 #include "inside.h"
 
-enum { KEEP_PARTS = 1 << 16, KEEP_NAME_BYTES = 48, KEEP_TENANT_BYTES = 16, KEEP_KEY_BYTES = 32 };
+enum { KEEP_PARTS = 1 << 16, KEEP_NAME_BYTES = 48, KEEP_TENANT_BYTES = 16, KEEP_KEY_BYTES = 32, KEEP_WINDOW_ROWS = 32 };
 
 /* The first bytes of the file. Written whole, and within a page: a killed process leaves the old one or the new one. */
 struct keep_head {
@@ -44,11 +44,20 @@ struct keep_blocks {
 	uint32_t pending_room, before_room;
 };
 
+/* Rows read ahead by one call, while nothing is written: those of blocks that were put together are neighbours. */
+struct keep_window {
+	uint32_t first, count;
+	uint32_t next; /* the slot after the last one that was requested */
+	struct keep_block rows[KEEP_WINDOW_ROWS];
+};
+
 /* blocks_file.c */
 
 uint64_t keep_block_identity(const struct keep_blocks *b, const struct keep_block *row);
 uint64_t keep_block_check(const struct keep_blocks *b, uint64_t identity, uint64_t expires_ms);
 int keep_blocks_read(const keep_blocks *b, uint32_t slot, struct keep_block *out);
+void keep_window_open(struct keep_window *w);
+int keep_window_read(struct keep_window *w, const keep_blocks *b, uint32_t slot, struct keep_block *out);
 int keep_blocks_write_rows(keep_blocks *b, const struct keep_block *rows, uint64_t count);
 int keep_blocks_mark_gone(keep_blocks *b, uint32_t slot, uint64_t commit);
 int keep_blocks_write_expiry(keep_blocks *b, const struct keep_block *row);
@@ -59,12 +68,13 @@ int keep_blocks_write_head(keep_blocks *b, const struct keep_head *head);
 uint64_t keep_blocks_hash(const keep_blocks *b, const uint8_t *name);
 struct keep_part *keep_blocks_part(const keep_blocks *b, uint64_t hash);
 uint64_t keep_blocks_word(uint64_t hash, uint32_t slot);
-int keep_blocks_row(const keep_blocks *b, uint32_t slot, struct keep_block *out);
-int keep_blocks_find_one(const keep_blocks *b, uint64_t hash, const uint8_t *name, struct keep_block *out);
+int keep_blocks_row(const keep_blocks *b, struct keep_window *w, uint32_t slot, struct keep_block *out);
+int keep_blocks_find_one(const keep_blocks *b, struct keep_window *w, uint64_t hash, const uint8_t *name,
+			 struct keep_block *out);
 /* Finds one of the requested blocks: 1, 0 if there is none, or an error. */
-typedef int keep_finder(const keep_blocks *b, const void *asked, uint64_t at, struct keep_block *out);
-int keep_blocks_find_named(const keep_blocks *b, const void *names, uint64_t at, struct keep_block *out);
-int keep_blocks_find_generation(const keep_blocks *b, const void *generations, uint64_t at, struct keep_block *out);
+typedef int keep_finder(const keep_blocks *b, struct keep_window *w, const void *asked, uint64_t at,
+			struct keep_block *out);
+keep_finder keep_blocks_find_named, keep_blocks_find_generation;
 int keep_blocks_reserve(keep_blocks *b, uint64_t slots);
 int keep_blocks_add(keep_blocks *b, uint64_t hash, const struct keep_block *row);
 void keep_blocks_take_out(keep_blocks *b, uint64_t hash, const struct keep_block *row);
