@@ -1,7 +1,8 @@
 """Deletions and erasures of a cluster: every member is asked, and every node that is absent from the map.
 
-What always holds: a call returns once all of them have answered, by the same map; otherwise it raises the error of one
-that has not, since the data would reappear with that node. Repeating a call is not an error.
+What always holds: a call returns once all of them have answered, by the same map and under the names that it has;
+otherwise it raises the error of one that has not, since the data would reappear with that node. Repeating a call is not
+an error.
 
 A copy may be in flight from a node that has not been asked yet to one that has. Deletions are therefore requested
 twice. An erasure is not: a node that has begun it refuses copies from its erase domain for `ERASED_COPIES_REFUSED_MS`,
@@ -130,6 +131,11 @@ class Removals:
                 failure = failure or answer
                 continue
             digests |= answer.digests
+            if one.name != one.node and answer.nodes - {one.name, ""}:  # else it was given by its address
+                failure = failure or NodeUnavailable(
+                    f"{one.node} is no longer the cluster's member {one.name} but another node, and what that member"
+                    " has may come back with it. Repeat the call."
+                )
         for one in now.absent:
             answer = answers[one.node]
             if isinstance(answer, KvError) or answer.nodes - {one.name}:

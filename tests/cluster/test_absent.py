@@ -118,3 +118,18 @@ def test_a_process_in_the_place_of_an_absent_node_answers_only_for_itself(
         monkeypatch.setattr(type(pair.client.nodes), "map", with_absent)
         with pytest.raises(NodeUnavailable, match="forget of another folder"):
             pair.client.delete([one_key()])
+
+
+def test_a_process_in_the_place_of_a_member_does_not_answer_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member was killed and is still on the map, and its address has a node with another folder by now."""
+    with ExitStack() as stack:
+        client = RealCluster(tmp_path, stack, 1, call_timeout_ms=1_000).client
+        now = client.nodes.map
+        killed = Member("of another folder", now.members[0].node)
+        with_killed = Map.of(now.revision, [killed], now.digest, now.placed_as)
+        monkeypatch.setattr(type(client.nodes), "map", with_killed)
+        for removed in (lambda: client.delete([one_key()]), lambda: client.erase_user("ada", timeout_s=1)):
+            with pytest.raises(NodeUnavailable, match="no longer the cluster's member of another folder"):
+                removed()
