@@ -117,7 +117,7 @@ class Reads:
                 if not isinstance(outcome, Miss):
                     outcomes[at] = outcome
                     if copied is not None:
-                        self._put_back(lost[at], keys[at], began_ns, partial(copied, at, outcome))
+                        self._put_back(lost[at], node, keys[at], began_ns, partial(copied, at, outcome))
                     continue
                 if node == now.members[now.owners(tenant, keys[at])[0]].node:
                     outcomes[at] = outcome  # the first owner's miss is the most informative
@@ -171,10 +171,10 @@ class Reads:
                 yield node, at, outcome
 
     def _put_back(
-        self, nodes: Iterable[str], key: bytes, read_ns: int, copied: Callable[[], bytes | None]
+        self, nodes: Iterable[str], source: str, key: bytes, read_ns: int, copied: Callable[[], bytes | None]
     ) -> None:
         if is_in_domain(key):
             return  # the domain is unknown here, and may have been erased since: the nodes copy these blocks themselves
         for node in nodes:
             if self._repairs.has_room and (data := copied()) is not None:
-                self._repairs.add(node, key, data, read_ns)
+                self._repairs.add(node, source, key, data, read_ns)

@@ -6,7 +6,8 @@ fills up with those in use.
 What always holds: the bytes are copied before the get returns, so the caller may reuse its memory. At most
 `REPAIR_BYTES_MAX` are held; the rest is left to the next get. No caller waits for a repair; a failed one is dropped.
 A block that was deleted after it was requested is not put back: the node knows its deletions, and is told how long ago
-the request was.
+the request was. It is put back with the time to live that it has on the node it was read from, and not at all if that
+has lost it, or doesn't answer.
 What it doesn't do: look for blocks that nobody reads.
 """
 
@@ -17,6 +18,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.client.block_calls import Stored
 from kvstore.errors import KvError
 from kvstore.limits import REPAIR_BYTES_MAX, REPAIR_CALL_MS
 
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 class _Repair(NamedTuple):
     node: str
+    source: str  # the node that sent it
     key: bytes
     data: bytes
     read_ns: int  # when it was requested
@@ -55,13 +58,13 @@ class Repairs:
         """Whether one more block may be copied."""
         return not self._closed and self._held_bytes < REPAIR_BYTES_MAX
 
-    def add(self, node: str, key: bytes, data: bytes, read_ns: int) -> None:
-        """Put a block to a node in the background; it was read from the other node at `read_ns` or later."""
+    def add(self, node: str, source: str, key: bytes, data: bytes, read_ns: int) -> None:
+        """Put a block to a node in the background; it was read from the source at `read_ns` or later."""
         with self._changed:
             if not self.has_room or (node, key) in self._names:
                 return
             self._names.add((node, key))
-            self._waiting.append(_Repair(node, key, data, read_ns))
+            self._waiting.append(_Repair(node, source, key, data, read_ns))
             self._held_bytes += len(data)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvstore-repairs", daemon=True)
@@ -76,15 +79,26 @@ class Repairs:
                     return
                 one = self._waiting.popleft()
             try:
-                with self._calling(one.node) as client:
-                    client._inline.put(  # noqa: SLF001 - of this package
-                        one.key, one.data, timeout_s=REPAIR_CALL_MS / 1000, read_ns=one.read_ns
-                    )
+                self._put(one)
             except KvError as error:
                 log.debug("A block was not restored to %s: %s", one.node, error)
             with self._changed:
                 self._names.discard((one.node, one.key))
                 self._held_bytes -= len(one.data)
+
+    def _put(self, one: _Repair) -> None:
+        with self._calling(one.source) as client:
+            (found,) = client.exists([one.key], any_layout=True, timeout_s=REPAIR_CALL_MS / 1000)
+        if not isinstance(found, Stored):
+            return
+        with self._calling(one.node) as client:
+            client._inline.put(  # noqa: SLF001 - of this package
+                one.key,
+                one.data,
+                expires_unix_ms=found.expires_unix_ms,
+                timeout_s=REPAIR_CALL_MS / 1000,
+                read_ns=one.read_ns,
+            )
 
     def close(self) -> None:
         """Drop what is waiting. The clients are closed already, so pending puts end."""

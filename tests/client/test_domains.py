@@ -251,9 +251,9 @@ def test_a_cluster_does_not_repair_a_block_of_a_domain(
 ) -> None:
     with ClusterClient([client.target]) as cluster:
         added: list[bytes] = []
-        monkeypatch.setattr(cluster._repairs, "add", lambda _, key, *__: added.append(key))
+        monkeypatch.setattr(cluster._repairs, "add", lambda _, __, key, *___: added.append(key))
         for key in (in_domain(block_key(b"back"), ADA), block_key(b"back")):
-            cluster._reads._put_back([client.target], key, 0, lambda: b"its bytes")
+            cluster._reads._put_back([client.target], client.target, key, 0, lambda: b"its bytes")
         assert added == [block_key(b"back")]
 
 

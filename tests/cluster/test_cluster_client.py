@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from kvstore.client import ClusterBlock, ClusterClient, Hit, Nodes
+from kvstore.client import ClusterBlock, ClusterClient, Hit, Nodes, Stored
 from kvstore.client.grpc_blocks import InlineCalls
 from kvstore.cluster.map import Map
 from kvstore.durability import Durability
@@ -309,10 +309,11 @@ def test_a_block_deleted_after_it_was_read_is_not_put_back(
     first = world.nodes[1].target
     theirs = [key for key in world.keys if client.owners(key)[0] == first]
     client.nodes.at(first).delete(theirs[1:2])  # a node that was replaced knows of no deletion; this one does
-    put, goes_on, failed = InlineCalls.put, threading.Event(), []
+    put, begun, goes_on, failed = InlineCalls.put, threading.Event(), threading.Event(), []
 
     def late(*given: object, **more: object) -> object:
         """Delete the block everywhere between its read and its repair."""
+        begun.set()
         assert goes_on.wait(WAIT_S)
         try:
             return put(*given, **more)  # type: ignore[arg-type]
@@ -322,6 +323,7 @@ def test_a_block_deleted_after_it_was_read_is_not_put_back(
 
     monkeypatch.setattr(InlineCalls, "put", late)
     assert hits(world.got(client)) == COUNT
+    assert begun.wait(WAIT_S)
     assert client.delete(theirs) == [True] * len(theirs)
     goes_on.set()
     wait_until(lambda: len(failed) == 1, "the copy is refused", WAIT_S)
@@ -330,6 +332,28 @@ def test_a_block_deleted_after_it_was_read_is_not_put_back(
     monkeypatch.setattr(InlineCalls, "put", put)
     client.nodes.at(first).put_inline(theirs[1], b"put anew")
     assert client.nodes.at(first).get_inline(theirs[1], 8) == b"put anew", "which is no copy"
+
+
+def test_a_block_that_is_put_back_keeps_its_time_to_live(
+    world: ThreeNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = world.client(replicas=2)
+    first, whole = world.nodes[1].target, client.nodes.map
+    ends_ms = time.time_ns() // 1_000_000 + 3_600_000
+    with monkeypatch.context() as patched:  # it was off the map
+        patched.setattr(Nodes, "map", Map.of(1, [one for one in whole.members if one.node != first]))
+        pages = [(key, world.source[at * BYTES : (at + 1) * BYTES]) for at, key in enumerate(world.keys)]
+        assert {one.error for one in client.put_many_inline(pages, expires_unix_ms=ends_ms)} == {None}
+    theirs = [key for key in world.keys if client.owners(key)[0] == first]
+
+    def ends() -> list[int]:
+        """When the copies expire; a new node accepts none at first."""
+        assert hits(world.got(client)) == COUNT
+        there = client.nodes.at(first).exists(theirs)
+        return [one.expires_unix_ms for one in there if isinstance(one, Stored)]
+
+    wait_until(lambda: len(ends()) == len(theirs) > COUNT // 8, "they are on both again", 2 * WAIT_S)
+    assert set(ends()) == {ends_ms}
 
 
 def test_repairs_are_bounded(world: ThreeNodes, monkeypatch: pytest.MonkeyPatch) -> None:

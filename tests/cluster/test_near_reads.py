@@ -161,9 +161,10 @@ def test_a_deletion_ends_reads_of_the_nearest_copy_too(
     wait_until(
         lambda: got(client, [early]) == near.prefix([early]).blocks == 1, "copies are taken again", WAIT_S
     )
-    put, goes_on, failed = InlineCalls.put, threading.Event(), []
+    put, begun, goes_on, failed = InlineCalls.put, threading.Event(), threading.Event(), []
 
     def put_later(*given: object, **more: object) -> object:
+        begun.set()
         assert goes_on.wait(WAIT_S)
         try:
             return put(*given, **more)  # type: ignore[arg-type]
@@ -173,6 +174,7 @@ def test_a_deletion_ends_reads_of_the_nearest_copy_too(
 
     monkeypatch.setattr(InlineCalls, "put", put_later)
     assert got(client, [late, *keys]) == 1 + COUNT
+    assert begun.wait(WAIT_S)
     assert racks.client.delete([late, *keys]) == [True] * (1 + COUNT)
     goes_on.set()
     wait_until(lambda: len(failed) == 1, "the copy is refused", WAIT_S)
