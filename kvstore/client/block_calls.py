@@ -172,16 +172,23 @@ class BlockCalls:
         return self.delete_detailed(keys, durability=durability).found
 
     def delete_detailed(
-        self, keys: Sequence[bytes], *, durability: Durability = Durability.WRITTEN
+        self,
+        keys: Sequence[bytes],
+        *,
+        durability: Durability = Durability.WRITTEN,
+        session: tuple[str, str] = ("", ""),
     ) -> Deleted:
-        """Like `Client.delete`; also returns what the node reports of itself."""
+        """Like `Client.delete`; also returns what the node reports of itself.
+
+        With the user and name of a session: blocks that another session there lists stay.
+        """
         found: list[bool] = []
         digests, nodes = set[int](), set[str]()
         for some in batches(keys):
             with self._calling("Deleting blocks"):
-                request = pb.DeleteRequest(
-                    tenant=self._tenant, keys=some, durability=durability_message(durability)
-                )
+                kept = durability_message(durability)
+                request = pb.DeleteRequest(tenant=self._tenant, keys=some, durability=kept)
+                request.user, request.session = session
                 answer = self._stub.Delete(request, timeout=self._timeout_s)
             found += answer.found
             digests.add(answer.members_digest)

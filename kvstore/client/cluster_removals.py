@@ -62,14 +62,20 @@ class Removals:
         """`each` makes a call of several nodes at the same time; waiting ends once `closing` is set."""
         self._nodes, self._each, self._closing, self._clock = nodes, each, closing, clock
 
-    def delete(self, keys: Sequence[bytes], durability: Durability, timeout_s: float) -> list[bool]:
-        """As `ClusterClient.delete`."""
+    def delete(
+        self,
+        keys: Sequence[bytes],
+        durability: Durability,
+        timeout_s: float,
+        session: tuple[str, str] = ("", ""),
+    ) -> list[bool]:
+        """As `ClusterClient.delete`; of a session that was removed: only blocks that no other one lists there."""
         until_s = self._now_s() + timeout_s
         found = [False] * len(keys)
         asked = 0  # which members were all asked, the last time
 
         def ask(client: Client) -> Deleted:
-            return client._blocks.delete_detailed(keys, durability=durability)  # noqa: SLF001 - of this package
+            return client._blocks.delete_detailed(keys, durability=durability, session=session)  # noqa: SLF001 - of this package
 
         while True:
             now = self._nodes.map

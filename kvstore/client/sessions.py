@@ -96,6 +96,7 @@ class Session:
         self.name = name
         self._find = find
         self._blocks: int | None = None  # how many blocks it has, as far as we know
+        self._undeleted: list[bytes] = []  # blocks removed with it that other nodes may still have
 
     def __repr__(self) -> str:
         """Its user and name; no node is called."""
@@ -262,6 +263,9 @@ class Session:
     def remove(self, *, delete_blocks: bool = False, durability: Durability = Durability.WRITTEN) -> int:
         """Remove the session and, on request, the blocks in no other session; returns how many blocks were deleted.
 
+        In a cluster blocks are deleted as by `Nodes.delete`. NodeUnavailable, before anything is done, if a node is
+        absent. If a later error leaves blocks, a repeated call of this object deletes them.
+
         >>> fork = chat.fork("not needed")
         >>> fork.remove()
         0
@@ -275,11 +279,24 @@ class Session:
             answer: pb.RemoveSessionResponse = self._calls.stub.RemoveSession(request, timeout=timeout_s)
             return answer
 
+        nodes = self._calls.home.nodes if delete_blocks else None
+        if nodes is not None and nodes.map.absent:
+            raise NodeUnavailable(
+                f"{nodes.map.absent[0].node} is absent from the cluster, and the session's blocks that it has would"
+                " come back with it, so nothing was removed. Remove the session without its blocks, or when that node"
+                " is back or forgotten."
+            )
         answer = self._ask("Removing a session", ask)
         self._blocks = 0
         if delete_blocks and self.notes.follower is not None:
             self.notes.follower.forgotten(self.user)
-        return int(answer.unreferenced)
+        if nodes is None or not nodes.map.revision:
+            return int(answer.unreferenced)
+        self._undeleted += answer.deleted
+        if deleted := self._undeleted:
+            nodes._puts().delete(deleted, durability, (self.user, self.name))  # noqa: SLF001 - of this package
+            self._undeleted = []
+        return max(len(deleted), answer.unreferenced)
 
     def limit(self, time_to_live_ms: int, *, durability: Durability = Durability.WRITTEN) -> int:
         """Set its time to live, 0 for none; returns when it expires, in milliseconds since 1970.

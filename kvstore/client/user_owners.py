@@ -179,9 +179,11 @@ class UserPuts:
         finally:
             puts.abandon()
 
-    def delete(self, keys: Sequence[bytes], durability: Durability) -> list[bool]:
-        """As `Nodes.delete`."""
-        return self._removals.delete(keys, durability, self._nodes.reach.call_timeout_s)
+    def delete(
+        self, keys: Sequence[bytes], durability: Durability, session: tuple[str, str] = ("", "")
+    ) -> list[bool]:
+        """As `Nodes.delete`; of a session that was removed: only blocks that no other one lists there."""
+        return self._removals.delete(keys, durability, self._nodes.reach.call_timeout_s, session)
 
     def stop(self) -> None:
         """Stop following the map and probing: before the clients are closed."""

@@ -6,6 +6,7 @@ found at that moment, except for a record that fails its checks.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, cast
 
 from kvstore.errors import ProtocolError
@@ -15,6 +16,7 @@ from kvstore.miss import MissReason
 from kvstore.node.calls import Ends, check_keys, kept_durability_of, refusals
 from kvstore.node.connection import check_fingerprint
 from kvstore.node.pins import Pin
+from kvstore.node.session_names import check_text, name_of
 from kvstore.node.stored_blocks import StoredBlocks
 from kvstore.storage.eviction.types import Reason
 from kvstore.storage.items import DeleteItem
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from kvstore.node.time_slices import Turn
     from kvstore.storage.eviction_events import Explanation
     from kvstore.storage.items import DeleteDone
+    from kvstore.storage.manifests import SessionName
 
 __all__ = ["BlocksService"]
 
@@ -105,6 +108,10 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
             check_keys(request.keys)
             durability = kept_durability_of(request.durability)
             items = [DeleteItem(tenant.id, key, durability, at) for at, key in enumerate(request.keys)]
+            if request.session:
+                check_text("user", request.user)
+                items = await self._unlisted(name_of(tenant.id, request.user, request.session), items)
+            found = [False] * len(request.keys)
             ends: Ends[DeleteDone] = Ends(len(items))
             async with self._node.turns.of(tenant.id) as turn:
                 for first in range(0, len(items), TURN_STEP_BLOCKS):
@@ -113,10 +120,10 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                     self._delete(items[first : first + TURN_STEP_BLOCKS], ends)
                 membership = self._node.membership
                 digest = 0 if membership is None else membership.reported_digest
-            done = sorted(await ends.all(), key=lambda one: one.tag)
-            for one in done:
+            for one in await ends.all():
                 if one.error is not None:
                     raise one.error
+                found[one.tag] = one.found
             if (upkeep := self._node.upkeep) is not None:
                 await upkeep.moves.standbys.delete(tenant, request.keys)
             self._gate.audit.removed(
@@ -124,12 +131,20 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                 tenant=tenant.name,
                 peer=context.peer(),
                 names=request.keys,
-                found=sum(one.found for one in done),
+                found=sum(found),
             )
-            return pb.DeleteResponse(
-                found=[one.found for one in done], members_digest=digest, node=self._node.store.name
-            )
+            return pb.DeleteResponse(found=found, members_digest=digest, node=self._node.store.name)
         raise AssertionError
+
+    async def _unlisted(self, session: SessionName, items: list[DeleteItem]) -> list[DeleteItem]:
+        """Those of these blocks that only this session lists here, or none."""
+        manifests, own = self._node.store.manifests, Counter[bytes]()
+        async with self._node.turns.of(session.tenant) as turn:
+            for some in manifests.own_keys(session):
+                own.update(some)
+                await turn.next()
+        counts = manifests.references([(item.tenant, item.key) for item in items])
+        return [item for item, count in zip(items, counts, strict=True) if count <= own[item.key]]
 
     def _delete(self, items: Sequence[DeleteItem], ends: Ends[DeleteDone]) -> None:
         names = [(item.tenant, item.key) for item in items]

@@ -237,7 +237,8 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 names=[name.user + name.session],
                 unreferenced=len(done.unreferenced),
             )
-            return pb.RemoveSessionResponse(unreferenced=len(done.unreferenced))
+            deleted = [key for _, key in done.unreferenced] if request.delete_blocks else []
+            return pb.RemoveSessionResponse(unreferenced=len(done.unreferenced), deleted=deleted)
         raise AssertionError
 
     async def LimitSession(  # noqa: N802

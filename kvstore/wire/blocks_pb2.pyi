@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 29794dbfef21a6c8a5283caae3256da4
+# Generated from proto sources with BLAKE2b d6afa16e940415caf6737c3cb4b13742
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -79,14 +79,18 @@ class PrefixResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., miss: _Optional[_Union[_kvstore_pb2.GetMiss, _Mapping]] = ...) -> None: ...
 
 class DeleteRequest(_message.Message):
-    __slots__ = ("tenant", "keys", "durability")
+    __slots__ = ("tenant", "keys", "durability", "user", "session")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     durability: _kvstore_pb2.Durability
-    def __init__(self, tenant: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., durability: _Optional[_Union[_kvstore_pb2.Durability, str]] = ...) -> None: ...
+    user: str
+    session: str
+    def __init__(self, tenant: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ..., durability: _Optional[_Union[_kvstore_pb2.Durability, str]] = ..., user: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
 
 class DeleteResponse(_message.Message):
     __slots__ = ("found", "members_digest", "node")

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 29794dbfef21a6c8a5283caae3256da4
+# Generated from proto sources with BLAKE2b d6afa16e940415caf6737c3cb4b13742
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping

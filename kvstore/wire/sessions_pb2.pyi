@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 29794dbfef21a6c8a5283caae3256da4
+# Generated from proto sources with BLAKE2b d6afa16e940415caf6737c3cb4b13742
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -159,10 +159,12 @@ class RemoveSessionRequest(_message.Message):
     def __init__(self, name: _Optional[_Union[SessionName, _Mapping]] = ..., delete_blocks: bool = ..., durability: _Optional[_Union[_kvstore_pb2.Durability, str]] = ...) -> None: ...
 
 class RemoveSessionResponse(_message.Message):
-    __slots__ = ("unreferenced",)
+    __slots__ = ("unreferenced", "deleted")
     UNREFERENCED_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
     unreferenced: int
-    def __init__(self, unreferenced: _Optional[int] = ...) -> None: ...
+    deleted: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, unreferenced: _Optional[int] = ..., deleted: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class LimitSessionRequest(_message.Message):
     __slots__ = ("name", "time_to_live_ms", "durability")

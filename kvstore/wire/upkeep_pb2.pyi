@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 29794dbfef21a6c8a5283caae3256da4
+# Generated from proto sources with BLAKE2b d6afa16e940415caf6737c3cb4b13742
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from kvstore.wire import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers
