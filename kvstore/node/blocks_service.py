@@ -125,12 +125,12 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
                     raise one.error
                 found[one.tag] = one.found
             if (upkeep := self._node.upkeep) is not None:
-                await upkeep.moves.standbys.delete(tenant, request.keys)
+                await upkeep.moves.standbys.delete(tenant, [item.key for item in items])
             self._gate.audit.removed(
                 "delete",
                 tenant=tenant.name,
                 peer=context.peer(),
-                names=request.keys,
+                names=[item.key for item in items],
                 found=sum(found),
             )
             return pb.DeleteResponse(found=found, members_digest=digest, node=self._node.store.name)
