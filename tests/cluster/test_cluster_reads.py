@@ -70,7 +70,7 @@ class Cluster:
         nodes: Any = SimpleNamespace(map=self.map, reach=reach, placed_as=lambda _: "acme")
         silent: Any = SimpleNamespace(suspect=self.suspects.add)
         repairs: Any = SimpleNamespace(
-            has_room=True, add=lambda node, key, *_: self.put_back.add((node, key))
+            has_room=True, add=lambda node, _, key, *__: self.put_back.add((node, key))
         )
         reads = Reads(nodes, lambda: replicas, self._each, silent, repairs, self.clock)
         until_s = self.clock.now_s + timeout_s
