@@ -129,6 +129,7 @@ def test_an_idle_engine_asks_for_all_chunks_of_a_request_at_once_and_waits_a_mom
     one.told.expected = lambda: some
     assert one.tier.lookup(some[0], one.request("busy")) is LookupResult.RETRY  # it computes something
     one.tier.on_schedule_end(STEP)
+    until(lambda: asked == [1], "another thread has asked")
     one.told.is_idle = True
     idle = one.request("idle")
     idle.set_offload_key_position(some[3], CHUNKS * 32)  # more than most of the pool
