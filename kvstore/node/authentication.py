@@ -55,7 +55,8 @@ __all__ = ["Authenticator"]
 
 _PUBLIC: Final = {"/grpc.health.v1.Health/Check"}
 _NOBODY: Final = ""  # no tenant's name
-_LARGE: Final = {"Put", "PutBatch", "AppendSession"}  # what these bring may be large
+# What these bring may be large. The last three are of nodes only, which are authenticated before it is read.
+_LARGE: Final = {"Put", "PutBatch", "AppendSession", "Copy", "CopySessions", "TakeSession"}
 _OPEN_ENDED: Final = {"Attach", "Watch", "ServerReflectionInfo"}
 # The gate logs its own refusals; an error of the node is not a refusal.
 _REFUSALS: Final = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INVALID_ARGUMENT}

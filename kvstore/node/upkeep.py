@@ -29,7 +29,7 @@ from kvstore.cluster.etcd import EtcdAway
 from kvstore.cluster.map import DRAINING
 from kvstore.errors import KvError
 from kvstore.limits import (
-    INLINE_CHUNK_BYTES,
+    MESSAGE_SMALL_BYTES_MAX,
     PAGE_BYTES,
     REPLICAS_MAX,
     UPKEEP_ASKED_BLOCKS,
@@ -476,5 +476,6 @@ def lacking(me: int, block: Block, has: dict[tuple[int, Name], int], *, is_drain
 
 async def _messages(start: pb.CopyStart, payload: memoryview) -> AsyncIterator[pb.CopyRequest]:
     yield pb.CopyRequest(start=start)
-    for first in range(0, len(payload), INLINE_CHUNK_BYTES):
-        yield pb.CopyRequest(chunk=bytes(payload[first : first + INLINE_CHUNK_BYTES]))
+    step = MESSAGE_SMALL_BYTES_MAX // 2  # a node of an earlier version takes no larger message of a copy
+    for first in range(0, len(payload), step):
+        yield pb.CopyRequest(chunk=bytes(payload[first : first + step]))
