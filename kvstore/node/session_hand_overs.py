@@ -4,8 +4,9 @@ When the map has changed, it asks the new home of each user to take their sessio
 blocks that these lack. So nobody needs to wait for the user's next turn, and a drained node may be stopped.
 
 What always holds: a user counts as left until their new home has taken the sessions and their blocks were sent or
-refused. What could not be done is tried again every SESSIONS_MOVE_RETRY_MS. Blocks are paced and bounded as other
-copies are (`upkeep`). At most SESSIONS_USERS_KNOWN_MAX names of users are remembered, in memory only.
+refused, or have no room there. What could not be done is tried again every SESSIONS_MOVE_RETRY_MS, and every
+UPKEEP_RETRY_MS if it is only blocks without room. Blocks are paced and bounded as other copies are (`upkeep`). At most
+SESSIONS_USERS_KNOWN_MAX names of users are remembered, in memory only.
 What it doesn't do: hand over sessions of users who have not used any since the node started, because the drives have
 only digests of names: those are taken with their next turn, if this node still answers then.
 """
@@ -31,6 +32,7 @@ from kvstore.limits import (
     UPKEEP_CALL_MS,
     UPKEEP_EVERY_MS,
     UPKEEP_OFFERED_BLOCKS,
+    UPKEEP_RETRY_MS,
     UPKEEP_SETTLE_MS,
 )
 from kvstore.names import user_name
@@ -63,6 +65,7 @@ class _Sending(NamedTuple):
     tenant: Tenant
     keys: list[bytes]
     is_copy: bool  # they are copies for a standby: the home stays
+    is_full: bool = False  # the member had no room for them
 
 
 class _Home(NamedTuple):
@@ -128,7 +131,14 @@ class HandOvers:
             self._copied.popitem(last=False)
 
     def queue(
-        self, peer: str, tenant: Tenant, user: str, keys: Sequence[bytes], *, is_copy: bool = False
+        self,
+        peer: str,
+        tenant: Tenant,
+        user: str,
+        keys: Sequence[bytes],
+        *,
+        is_copy: bool = False,
+        is_full: bool = False,
     ) -> None:
         """Send blocks of sessions that a member has taken, or has copies of; those beyond the limit are not sent."""
         one = (tenant.name, user), is_copy
@@ -140,7 +150,7 @@ class HandOvers:
         if adds and was is not None:
             was.keys.extend(wanted)
         else:
-            self._sending[one] = _Sending(peer, tenant, wanted, is_copy)
+            self._sending[one] = _Sending(peer, tenant, wanted, is_copy, is_full)
         self._blocks += len(wanted)
         self._has_work.set()
 
@@ -150,8 +160,13 @@ class HandOvers:
 
     @property
     def users_left(self) -> int:
-        """How many users' sessions, or blocks of them, are not on their new homes yet."""
-        return self._offered_left + sum(not is_copy for _, is_copy in self._sending)
+        """How many users' sessions, or blocks of them for which there may be room, are not on their new homes yet."""
+        return self._offered_left + sum(not (one.is_copy or one.is_full) for one in self._sending.values())
+
+    @property
+    def full_blocks(self) -> int:
+        """How many blocks of sessions are not on their users' new homes, because these have no room."""
+        return sum(len(one.keys) for one in self._sending.values() if one.is_full)
 
     @property
     def copies_left(self) -> int:
@@ -161,7 +176,7 @@ class HandOvers:
     @property
     def have_ended(self) -> bool:
         """Whether all users who have another home by the present map have been handed over."""
-        return self.looked == self._membership.digest and not self.users_left
+        return self.looked == self._membership.digest and not (self.users_left or self.full_blocks)
 
     # --- sessions
 
@@ -304,31 +319,48 @@ class HandOvers:
             for one, sending in list(self._sending.items()):
                 user, count = one[0], len(sending.keys)
                 try:
-                    left = await self._send_to(user, sending)
+                    left, full = await self._send_to(user, sending)
                 except KvError as error:
                     log.warning("Blocks of sessions could not be sent: %s", error)
-                    left = []
+                    left, full = [], []
                 if self._sending.get(one) is sending:
                     left += sending.keys[count:]  # that were added meanwhile
                     self._drop(one)
-                    if left:
-                        self.queue(sending.peer, sending.tenant, user[1], left, is_copy=sending.is_copy)
+                    if wanted := left + ([] if sending.is_copy else full):
+                        is_full = not left
+                        self.queue(
+                            sending.peer,
+                            sending.tenant,
+                            user[1],
+                            wanted,
+                            is_copy=sending.is_copy,
+                            is_full=is_full,
+                        )
             if self._sending:
-                await asyncio.sleep(SESSIONS_MOVE_RETRY_MS / 1000)
+                is_full = all(one.is_full for one in self._sending.values())
+                await asyncio.sleep((UPKEEP_RETRY_MS if is_full else SESSIONS_MOVE_RETRY_MS) / 1000)
 
-    async def _send_to(self, user: _User, sending: _Sending) -> list[bytes]:
-        """Send a user's blocks to their home; returns the keys of those that could not be sent now."""
-        left = list[bytes]()
+    async def _send_to(self, user: _User, sending: _Sending) -> tuple[list[bytes], list[bytes]]:
+        """Send a user's blocks to their home.
+
+        Returns the keys of those that could not be sent now, and of those for which it has no room.
+        """
+        left, full = list[bytes](), list[bytes]()
         for at in range(0, len(sending.keys), UPKEEP_OFFERED_BLOCKS):
             if not self._is_for(user, sending):
-                return []  # a later home, or standby, asks that one
+                return [], []  # a later home, or standby, asks that one
             some = self._upkeep.stored(sending.tenant, sending.keys[at : at + UPKEEP_OFFERED_BLOCKS])
             if left or not some:
                 left += [block.name[1] for block in some]
                 continue
-            unsent: list[Block] = await self._upkeep.copy_moved(sending.peer, user[0], some)
-            left += [block.name[1] for block in unsent]
-        return left
+            unsent: tuple[list[Block], list[Block]] = await self._upkeep.copy_moved(
+                sending.peer, user[0], some
+            )
+            for keys, blocks in zip((left, full), unsent, strict=True):
+                keys.extend(block.name[1] for block in blocks)
+            if sending.is_full and len(unsent[1]) == len(some):
+                return left, full + sending.keys[at + UPKEEP_OFFERED_BLOCKS :]  # still full
+        return left, full
 
     def _is_for(self, user: _User, sending: _Sending) -> bool:
         """Whether a member should have a user's blocks, as far as is known."""

@@ -367,13 +367,19 @@ class Upkeep:
             Block(name, tenant.name, entry, (), is_sure=True) for name, entry in found if entry is not None
         ]
 
-    async def copy_moved(self, peer: str, tenant: str, blocks: Sequence[Block]) -> list[Block]:
-        """Send a member the blocks that sessions moved there still lack; returns those that it could not be sent."""
+    async def copy_moved(
+        self, peer: str, tenant: str, blocks: Sequence[Block]
+    ) -> tuple[list[Block], list[Block]]:
+        """Send a member the blocks that sessions moved there still lack.
+
+        Returns those that it could not be sent, and those for which it has no room.
+        """
         ticket, reported = await self._ask(peer, tenant, blocks, surely=True, moved=True)
         wanted = [block for block, said in zip(blocks, reported, strict=True) if said == pb.OFFERED_WANTED]
         sent = await asyncio.gather(*(self._send(peer, ticket, block) for block in wanted))
         left = [block for block, is_sent in zip(wanted, sent, strict=True) if not is_sent]
-        return left if ticket else list(blocks)
+        full = [block for block, said in zip(blocks, reported, strict=True) if said == pb.OFFERED_FULL]
+        return (left, full) if ticket else (list(blocks), [])
 
     async def _send(self, peer: str, ticket: int, block: Block) -> bool:
         """Send a block; whether it was copied, or has been removed here."""

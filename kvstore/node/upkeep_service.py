@@ -332,12 +332,12 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
                 raise ProtocolError(f"The node can't be drained: {refusal}. Add a node first.")
             if upkeep.has_drained:
                 await membership.note_drained()
-            is_seen = membership.is_seen
+            is_seen, full = membership.is_seen, upkeep.moves.hand_overs.full_blocks
             return pb.DrainResponse(
                 looked=is_seen and membership.digest == upkeep.looked == upkeep.moves.hand_overs.looked,
-                left=upkeep.ended.one_copy,
+                left=upkeep.ended.one_copy + full,
                 unsure=upkeep.ended.unsure,
-                full=upkeep.ended.full,
+                full=upkeep.ended.full + full,
                 copied_blocks=upkeep.copied_blocks,
                 users_left=upkeep.moves.hand_overs.users_left,
                 unnamed_sessions=upkeep.moves.hand_overs.unnamed,

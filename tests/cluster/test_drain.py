@@ -17,6 +17,7 @@ from grpc.aio import AioRpcError
 
 from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.commands.cluster_command import _as_numbers, _upkeep_lines
+from kvstore.errors import KvError
 from kvstore.node.cluster_service import _map_response
 from kvstore.node.metrics import _of_upkeep
 from kvstore.node.upkeep import Found, Upkeep
@@ -27,7 +28,7 @@ from kvstore.wire.upkeep_pb2 import DrainRequest, DrainResponse
 from tests.cluster.simulated import run
 from tests.cluster.simulated_nodes import Context
 from tests.cluster.test_repair_history import RepairHistory
-from tests.cluster.test_upkeep import COUNT, WAIT_S, RealCluster, command, data, told
+from tests.cluster.test_upkeep import COUNT, WAIT_S, RealCluster, command, data, one_key, told
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
@@ -116,6 +117,32 @@ def test_blocks_that_may_have_been_deleted_do_not_block_a_drain(tmp_path: Path) 
         assert drained.returncode == 3
         assert f"except {len(theirs)} that may have been deleted while it was away" in drained.stdout
         assert "these are lost unless they are put again" in drained.stdout
+
+
+def test_a_drain_says_that_blocks_of_sessions_have_no_room_elsewhere(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        world = RealCluster(tmp_path, stack, 2, ("--cluster-replicas", "1"))
+        nodes = world.client.nodes
+        chat, keys = nodes.session("ada", "chat"), [one_key() for _ in range(4)]
+        drained = next(node for node in world.nodes if node.target == nodes.home("ada"))
+        other = next(node for node in world.nodes if node is not drained)
+        filled = [one_key() for _ in range(150)]
+        nodes.at(other.target).put_many_inline((key, key * 15_000) for key in filled)
+        for key in keys:
+            nodes.of("ada").put_inline(key, key * 15_000)
+
+        def is_appended() -> bool:
+            with suppress(KvError):
+                return chat.append(keys, tokens=16) == len(keys)
+            return False
+
+        wait_until(is_appended, "the home orders sessions", 3 * WAIT_S)
+        shown = command("drain", drained.target)
+        assert (shown.returncode, "4 blocks for which the others have no room" in shown.stdout) == (3, True)
+        assert not any(world.there(other, keys))
+        nodes.at(other.target).delete(filled)
+        wait_until(lambda: command("drain", drained.target).returncode == 0, "there is room", 3 * WAIT_S)
+        assert all(world.there(other, keys))
 
 
 def test_a_call_cannot_make_a_node_off_the_map_a_member_again() -> None:
