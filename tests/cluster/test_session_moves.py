@@ -220,3 +220,15 @@ def test_more_blocks_of_moved_sessions_than_the_limit_are_not_copied(monkeypatch
     waited.lack((b"tenant", one_key()) for _ in range(9))
     assert len(waited.lacked) == 4
     assert not waited.may_lack_more
+
+
+def test_a_session_without_blocks_follows_its_user_too(chats_on_three: Conversations) -> None:
+    """To another home, and back. If it can't, none of the user's sessions is found."""
+    chats, user = chats_on_three, USERS[0]
+    home = chats.nodes.home(user)
+    chats.nodes.session(user, "chat").fork("empty").truncate(0)
+    assert command("drain", home).returncode == 0
+    assert command("join", home).returncode == 0
+    wait_until(lambda: chats.nodes.home(user) == home, "it is the home again", WAIT_S)
+    wait_until(lambda: keys_of(chats.nodes, user) == chats.keys[user], "it has taken the sessions", WAIT_S)
+    assert chats.nodes.session(user, "empty").keys() == []
