@@ -223,7 +223,8 @@ class Standbys:
             return
         name = lot.standby
         try:
-            await self._call(name, "CopySessions", pb.CopySessionsRequest())
+            # Without a ticket it is not stored. A call without a copy would be refused.
+            await self._call(name, "CopySessions", pb.CopySessionsRequest(copies=[pb.SessionCopy()]))
         except _Away:
             async with lot.lock:
                 if lot.standby == name:

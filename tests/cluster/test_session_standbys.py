@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kvstore.client.block_calls import Stored
+from kvstore.client.user_owners import UserOwners
 from kvstore.errors import NoSession
 from tests.cluster.ahead import made_ahead
 from tests.cluster.test_session_moves import USERS, Conversations
@@ -14,6 +17,7 @@ from tests.cluster.test_sessions import keys as keys_of
 from tests.cluster.test_upkeep import RealCluster, command, told
 from tests.nic_offload.rig import wait_until
 from tests.node.test_http import http_url, values
+from tests.stopping import stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,3 +109,22 @@ def test_a_restarted_home_finds_another_standby_for_users_who_have_used_nothing_
     for user in theirs:
         wait_until(lambda user=user: keys_of(chats.nodes, user) is not None, "another home", WAIT_S)  # type: ignore[misc]
         assert keys_of(chats.nodes, user) == chats.keys[user]
+
+
+def test_a_home_keeps_a_standby_that_answers_it_whatever_a_client_says(chats: Conversations) -> None:
+    user, world = USERS[0], chats.world
+    owners = UserOwners(chats.nodes, chats.nodes._puts()._calls, user)
+    both = owners.ask(WAIT_S)
+    assert both is not None
+    home, standby = both
+    assert owners.ask(WAIT_S, standby) == both
+    assert [told(node).upkeep.lots_alone for node in world.nodes] == [0, 0, 0]
+    hung = next(node for node in world.nodes if node.target == standby)
+    stop(hung.pid)
+    try:
+        now = owners.ask(WAIT_S, standby)
+        assert now is not None
+        assert home in now
+        assert standby not in now
+    finally:
+        os.kill(hung.pid, signal.SIGCONT)
