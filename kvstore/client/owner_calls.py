@@ -8,6 +8,7 @@ What it doesn't do: decide which nodes own a block, or follow the map after the 
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -45,6 +46,7 @@ class OwnerCalls:
         self.silent = SilentNodes(nodes.reach.at, nodes._drop)  # noqa: SLF001 - of this package
         self.closing = threading.Event()
         self.threads = ThreadPoolExecutor(CLUSTER_CALLS_AT_ONCE, "kvstore-cluster")
+        self._pid = os.getpid()
 
     def of_owners(
         self,
@@ -82,6 +84,8 @@ class OwnerCalls:
         undo: Callable[[R], object] | None = None,
     ) -> dict[str, R | KvError]:
         """Call all nodes at the same time and return their results; a caller's mistake is raised, and all is undone."""
+        if os.getpid() != self._pid:  # the threads are its parent's, and would never answer
+            raise Closed("The client was opened before this process was forked. Open one in the child.")
 
         def one(node: str) -> R | KvError:
             try:

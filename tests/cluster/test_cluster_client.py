@@ -153,6 +153,35 @@ def test_grpc_blocks_are_spread_too(world: ThreeNodes) -> None:
     assert missed.reason is MissReason.UNKNOWN
 
 
+def test_calls_in_a_forked_child_fail_at_once(world: ThreeNodes) -> None:
+    """The threads that call several nodes are the parent's."""
+    client = world.client()
+    world.put(client)
+    child = os.fork()
+    if not child:
+        try:
+            client.exists(world.keys)
+        except Closed:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    codes: list[int] = []
+
+    def has_ended() -> bool:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        codes.append(os.waitstatus_to_exitcode(status))
+        return pid == child
+
+    try:
+        wait_until(has_ended, "the child ends", WAIT_S)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    assert codes[-1] == 0
+    assert hits(world.got(client)) == COUNT
+
+
 def test_one_flag_fires_the_puts_to_both_owners(world: ThreeNodes) -> None:
     client = world.client(replicas=2)
     with client.register(world.source) as memory, FlagWords.create(1) as flags:
