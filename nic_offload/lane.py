@@ -19,7 +19,7 @@ from nic_offload.receiver import CAME, Came
 from nic_offload.vault import KeyName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from nic_offload.fabric import Fabric
     from nic_offload.vault import RecordCipher
@@ -179,13 +179,6 @@ class Lane:
     def take(self) -> bytes:
         """Take some of the records that have ended, for `written_in`; none if there are none."""
         return self._rows(lib.tk_lane_take)
-
-    def take_ended(self) -> Iterator[bytes]:
-        """Take the records that have ended by now, in the same form, but not those that end meanwhile."""
-        is_more = True
-        while is_more and (rows := self.take()):
-            is_more = len(rows) == _TAKEN_MAX * _WRITTEN.size
-            yield rows
 
     def under_way(self) -> bytes:
         """Return some of the records under way that were not returned before; only their blocks and tags are valid."""

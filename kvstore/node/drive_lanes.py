@@ -75,12 +75,13 @@ class DriveLanes:
     def take(self) -> Iterator[tuple[Drive, bytes]]:
         """Process the records that have ended, each drive's in the order of generations."""
         for drive, lane in self._pairs:
-            for rows in lane.take_ended():
+            while rows := lane.take():
                 yield drive, rows
 
-    def note_use(self) -> None:
-        """Note that a client puts."""
+    def lend(self) -> None:
+        """Give the lanes ground for a client that puts, as far as they need it."""
         self._idle_ticks = 0
+        self.renew()
 
     def renew(self) -> None:
         """Give ground to lanes that were used recently, as far as they need it."""

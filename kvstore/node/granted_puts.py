@@ -192,18 +192,17 @@ class Granted:
             self._lend()
         elif (area := self._areas.get(number)) is not None:
             self._handle_area(area)
-            self._renew()
+            self._free_ground()
+            self._lanes.renew()
 
     def _lend(self) -> None:
-        self._lanes.note_use()
-        self._renew()
+        self._free_ground()
+        self._lanes.lend()
 
-    def _renew(self) -> None:
-        """Lend what lanes need. If there is none, add written blocks to the index: only those can be evicted."""
-        self._lanes.renew()
+    def _free_ground(self) -> None:
+        """Add written blocks to the index if a lane wants ground: a full drive evicts only what is in the index."""
         if self._lanes.want_ground:
             self._taking.now()
-            self._lanes.renew()
 
     def _handle_area(self, area: PutArea) -> None:
         area.idle_ticks = 0
