@@ -77,9 +77,7 @@ class _Seen:
     since_ns: int  # when it began to wait for the node's answers
     has_asked: bool = False  # for all of its chunks at once
     asked: tuple[list[bytes], Future[list[bool]]] | None = None  # these chunks, and the answers to come
-    known: dict[bytes, bool | None] = field(
-        default_factory=dict
-    )  # whether the node has a chunk; None: asked for
+    known: dict[bytes, bool | None] = field(default_factory=dict)  # whether the node has it; None: asked for
     brought: set[bytes] = field(default_factory=set)  # what has arrived for it, and is not known any more
 
     def take_answers(self) -> None:
@@ -227,7 +225,7 @@ class TriggerKvTier(SecondaryTierManager):  # type: ignore[misc]
     def _ask_for_all(self, seen: _Seen, req_context: Any) -> None:
         """Ask for all chunks of a request at its first one, and wait a moment, because the engine is idle.
 
-        The others are asked for at the end of the step, by one call.
+        A busy engine's look-ups are made at the end of the step, by one call.
         """
         expected, self._engine.expected = self._engine.expected, None
         if expected is None:
