@@ -52,7 +52,7 @@ def test_large_blocks_and_long_sessions_are_copied_to_other_nodes(tmp_path: Path
         wait_until(lambda: appended(chat), "the home orders sessions", WAIT_S)
         home = next(node for node in world.nodes if node.target == nodes.home("ada"))
         others = [node for node in world.nodes if node is not home]
-        assert told(home).upkeep.lots_alone == 0, "the standby has the session"
+        wait_until(lambda: told(home).upkeep.lots_alone == 0, "the standby has the session", WAIT_S)
         home.kill()
         world.nodes = others
         world.settled()

@@ -39,6 +39,12 @@ def begun(folder: Path, stack: ExitStack) -> Conversations:
 triples = made_ahead("chats", begun)
 
 
+def standbys_have_all(home: NodeProcess) -> bool:
+    """Whether each of a home's lots has a standby, with all blocks of its sessions."""
+    now = told(home).upkeep
+    return now.lots_alone == now.session_blocks_left == 0
+
+
 @pytest.fixture
 def chats(triples: Ahead[Conversations]) -> Iterator[Conversations]:
     """Conversations on three nodes."""
@@ -57,8 +63,7 @@ def test_a_conversation_goes_on_with_hits_after_its_home_is_killed(chats: Conver
     deleted = chats.keys[theirs[-1]].pop()
     chats.nodes.session(theirs[-1], "chat").truncate(3)
     chats.nodes.session(theirs[-1], "other").append([deleted], tokens=16)
-    wait_until(lambda: told(lost).upkeep.session_blocks_left == 0, "their blocks are at standbys", WAIT_S)
-    assert told(lost).upkeep.lots_alone == 0
+    wait_until(lambda: standbys_have_all(lost), "their blocks are at standbys", WAIT_S)
     assert chats.nodes.of(theirs[-1]).delete([deleted]) == [True]
     lost.kill()
     world.nodes.remove(lost)
@@ -89,7 +94,7 @@ def test_a_restarted_home_finds_another_standby_for_users_who_have_used_nothing_
     world, homes = chats.world, chats.homes()
     home = next(node for node in world.nodes if node.target == homes[USERS[0]])
     theirs = [user for user in USERS if homes[user] == home.target]
-    wait_until(lambda: told(home).upkeep.session_blocks_left == 0, "their blocks are at standbys", WAIT_S)
+    wait_until(lambda: standbys_have_all(home), "their blocks are at standbys", WAIT_S)
     before = followed(world, home)
     home.kill()
     home.start()
@@ -114,6 +119,7 @@ def test_a_restarted_home_finds_another_standby_for_users_who_have_used_nothing_
 def test_a_home_keeps_a_standby_that_answers_it_whatever_a_client_says(chats: Conversations) -> None:
     user, world = USERS[0], chats.world
     owners = UserOwners(chats.nodes, chats.nodes._puts()._calls, user)
+    wait_until(lambda: all(map(standbys_have_all, world.nodes)), "each lot has a standby", WAIT_S)
     both = owners.ask(WAIT_S)
     assert both is not None
     home, standby = both

@@ -110,12 +110,15 @@ def is_exact(engine: Engine, wanted: Sequence[Wanted], values: Values) -> None:
 
 def stored_at_last(engine: Engine, values: Values) -> list[Wanted]:
     """Step until there is room for two blocks: memory comes back with the thread's next turn."""
-    for _ in range(50):
-        wanted = wanted_of(1, 2)
+    wanted: list[Wanted] = []
+
+    def are_stored() -> bool:
+        wanted[:] = wanted_of(1, 2)
         engine.step(wanted, values)
-        if len(engine.saved(2)) == 2:
-            return wanted
-    raise AssertionError("there is never room again")
+        return len(engine.saved(2)) == 2
+
+    wait_for(are_stored, "there is room again")
+    return wanted
 
 
 @pytest.mark.parametrize("seed", range(12))
