@@ -9,7 +9,7 @@ by default.
  - *redis*: Debian's Redis over TCP on loopback without persistence, and `redis_client.c`, over hiredis. *redis,
    everysec* has an append-only file, so a SET survives a SIGKILL of the server, as our `written` does.
  - *fabric*: plain writes of the node's provider, and a word in return. *drive*: io_uring with O_DIRECT, at depth 16 for
-   batches, one operation for one block.
+   batches, one operation for one block; each of its operations is run next to ours.
 
 For Redis, `landed` is a SET and `hot` a GET. `cold` is read after a restart of the node; Redis has no counterpart.
 """
@@ -88,14 +88,14 @@ def _beside(cells: Cells, home: Path, size: int, shapes: Sequence[Shape], rounds
         node = stack.enter_context(NodeProcess(home / "node", capacity=_CAPACITY))
         client = stack.enter_context(_client(node))
         client.ask("open", size, slots)
-        contenders: list[Contender] = [Ours(node, client)]
+        drive = Drive(stack.enter_context(BareDrive(home, max(_DRIVE_BYTES, 8 * size))))
+        contenders: list[Contender] = [Ours(node, client, drive)]
         for name, form in (("redis", "nothing kept"), ("redis, everysec", "everysec")):
             server = stack.enter_context(Redis(home / form.replace(" ", "-"), form))
             client = stack.enter_context(server.client())
             client.ask("open", size, slots)
             contenders.append(Redises(name, server, client))
         contenders.append(OnFabric(stack.enter_context(PlainFabric(load().best_provider()))))
-        contenders.append(Drive(stack.enter_context(BareDrive(home, max(_DRIVE_BYTES, 8 * size)))))
         for one in contenders:
             one.round(shapes, Cells())
         for turn in range(rounds):

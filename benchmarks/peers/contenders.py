@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from benchmarks.peers.client_process import Timed, cpu_ns, settled_cpu_ns
@@ -10,7 +11,7 @@ from kvstore.limits import HEADER_BYTES
 from kvstore.storage.disk import DiskOpKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from benchmarks.peers.cells import Cells, Shape
     from benchmarks.peers.client_process import Worker
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from kvstore.demo.node_process import NodeProcess
 
 __all__ = ["Contender", "Drive", "OnFabric", "Ours", "Redises"]
+
+_OPERATIONS = {"written": DiskOpKind.WRITE, "cold": DiskOpKind.READ}
 
 
 class Contender(Protocol):
@@ -61,11 +64,11 @@ class _Served:
 
 
 class Ours(_Served):
-    """A node, restarted before its cold blocks are read."""
+    """A node, restarted before its cold blocks are read; the plain drive's operations are next to the node's."""
 
-    def __init__(self, node: NodeProcess, client: Worker) -> None:
+    def __init__(self, node: NodeProcess, client: Worker, drive: Drive) -> None:
         super().__init__("us", node, client)
-        self._node = node
+        self._node, self._drive = node, drive
 
     def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
         """Run each shape landed, written and hot; then all of them cold.
@@ -78,7 +81,7 @@ class Ours(_Served):
             self._forget(shape)
             self._put(cells, shape, "landed")
             self._forget(shape)
-            self._put(cells, shape, "written")
+            self._drive.beside(cells, shape, "written", partial(self._put, cells, shape, "written"))
             self._client.ask(*self._get_words(shape))  # hot from now on, if it was not before
             self._get(cells, shape, "hot")
             self._forget(shape)
@@ -88,8 +91,9 @@ class Ours(_Served):
         self._node.start()
         self._client.ask("ready")
         for shape in shapes:
-            self._get(cells, shape, "cold")
+            self._drive.beside(cells, shape, "cold", partial(self._get, cells, shape, "cold"))
             self._forget(shape)
+        self._drive.goes_first = not self._drive.goes_first
 
 
 class Redises(_Served):
@@ -128,26 +132,36 @@ class OnFabric:
 
 
 class Drive:
-    """io_uring over a file next to the node's, with records of the same size."""
+    """io_uring over a file next to the node's, with records of the same size, before or after the node's own operation.
+
+    A drive that has rested is faster for a moment, so it is measured next to what it is compared with.
+    """
 
     def __init__(self, drive: BareDrive) -> None:
         self._drive = drive
+        self.goes_first = False
 
-    def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
-        """Run one operation at a time, and at depth 16."""
-        for shape in shapes:
-            record = shape.size + HEADER_BYTES
-            for kind, name in ((DiskOpKind.WRITE, "written"), (DiskOpKind.READ, "cold")):
-                if shape.window > 1:
-                    continue
-                cell = cells.at("drive", shape, name)
-                start_ns, start_cpu_ns = time.monotonic_ns(), time.process_time_ns()
-                if shape.batch == 1:
-                    one_ns = self._drive.operation_ns(kind, record, 1)
-                    cell.gbps.append(shape.size / one_ns)
-                    cell.calls_us.append(one_ns / 1e3)
-                else:
-                    cell.gbps.append(self._drive.gbps(kind, record))
-                    spent_ns = time.monotonic_ns() - start_ns
-                    moved_gb = cell.gbps[-1] * spent_ns / 1e9
-                    cell.client_s_per_gb.append((time.process_time_ns() - start_cpu_ns) / 1e9 / moved_gb)
+    def beside(self, cells: Cells, shape: Shape, kind: str, ours: Callable[[], None]) -> None:
+        """Run an operation of the node, and the same of the drive."""
+        if self.goes_first:
+            self._run(cells, shape, kind)
+        ours()
+        if not self.goes_first:
+            self._run(cells, shape, kind)
+
+    def _run(self, cells: Cells, shape: Shape, kind: str) -> None:
+        """Run one operation at a time, or at depth 16."""
+        if shape.window > 1:
+            return
+        record, operation = shape.size + HEADER_BYTES, _OPERATIONS[kind]
+        cell = cells.at("drive", shape, kind)
+        start_ns, start_cpu_ns = time.monotonic_ns(), time.process_time_ns()
+        if shape.batch == 1:
+            one_ns = self._drive.operation_ns(operation, record, 1)
+            cell.gbps.append(shape.size / one_ns)
+            cell.calls_us.append(one_ns / 1e3)
+        else:
+            cell.gbps.append(self._drive.gbps(operation, record))
+            spent_ns = time.monotonic_ns() - start_ns
+            moved_gb = cell.gbps[-1] * spent_ns / 1e9
+            cell.client_s_per_gb.append((time.process_time_ns() - start_cpu_ns) / 1e9 / moved_gb)
