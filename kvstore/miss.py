@@ -15,7 +15,7 @@ class MissReason(enum.IntEnum):
     """Why a block was not served.
 
         UNKNOWN     not stored: never put to this node, deleted, or removed too long ago to be remembered
-        CORRUPT     stored, but the bytes on the drive failed a check
+        CORRUPT     the bytes on the drive failed a check, when they were read for this request or before
         LAYOUT      stored under another layout
         EXPIRED     its time to live is over
         LENGTH      stored with another length than the one requested

@@ -40,6 +40,7 @@ _MAY_HAVE_GONE = {
     MissReason.QUOTA,
     MissReason.EXPIRED,
     MissReason.ERASED,
+    MissReason.CORRUPT,
 }
 
 assert set(_OF_GONE) == set(Reason)

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b d6afa16e940415caf6737c3cb4b13742
+# Generated from proto sources with BLAKE2b 3fb150f86734fce8b9983b1eb5e8ce38
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message

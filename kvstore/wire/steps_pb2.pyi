@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b d6afa16e940415caf6737c3cb4b13742
+# Generated from proto sources with BLAKE2b 3fb150f86734fce8b9983b1eb5e8ce38
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from kvstore.wire import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers

@@ -11,7 +11,7 @@ import pytest
 from kvstore.durability import Durability
 from kvstore.errors import NoSpace, ProtocolError, ReadOnly
 from kvstore.limits import PAGE_BYTES, ROOM_WAIT_MS_MAX, SESSION_BLOCKS_MAX, TIMER_TICK_MS
-from kvstore.miss import MissReason
+from kvstore.miss import Miss, MissReason
 from kvstore.storage.disk import DiskOpKind
 from kvstore.storage.eviction.types import Guard, Reason, Refusal
 from kvstore.storage.eviction_events import Held, watermarks
@@ -559,10 +559,9 @@ def test_the_reason_of_a_removal_can_be_queried(small: StoreRig) -> None:
         Reason.SUPERSEDED,
     ]
     assert store.explain(TENANT, key(5)).stored
-    for number, said in [
-        (3, "it was deleted"),
-        (4, "it was dropped because it failed a check or could not be read"),
+    for number, why in [
+        (3, Miss(MissReason.UNKNOWN, "it was deleted")),
+        (4, Miss(MissReason.CORRUPT, "it was dropped because it failed a check or could not be read")),
     ]:
         done, _ = small.get(number)
-        assert done.miss is not None
-        assert (done.miss.reason, done.miss.detail) == (MissReason.UNKNOWN, said)
+        assert done.miss == why
