@@ -1,21 +1,22 @@
 """Time to first token of vLLM engines: the prompt is computed, or its KV found in each of the ways that vLLM offers.
 
 These are the engine's own prefix cache, vLLM's pool of host memory, that pool with vLLM's file tier or with our node
-behind it, our connector, and LMCache's server, with memory shared with the engine and files behind it. One engine runs
-for each, all at the same time, with one thread, greedy decoding, and random weights in bf16. In each round each engine
-gets a new prompt that ends in the middle of a block. It computes and stores the prompt, and finds it in its own cache,
-then with that cache emptied and, where there is a pool, with the pool emptied as well: several times each, of which the
-middle one counts, as the differences are small; only the first re-read is the first. At the end the node and the
-server are restarted, which empties their memory, and every prompt is looked up once more: by then the node has read its
-newest blocks back, and the files of the others are in the page cache. Each answer is compared with that of the plain
-engine.
+behind it, our connector, and LMCache's server, with memory shared with the engine and files behind it. One engine
+runs for each, all at the same time, with one thread, greedy decoding, and random weights in bf16. In each round each
+engine gets a new prompt that ends in the middle of a block. It computes and stores the prompt, and finds it in its
+own cache, then with that cache emptied and, where there is a pool, with the pool emptied as well: several times each,
+of which the middle one counts, as the differences are small; only the first re-read is the first. Each of these hits
+is taken in turns with one of the plain engine in its own cache. Two plain engines compute each prompt, and their mean
+counts: two processes that do the same differ by up to 5 %. At the end the node and the server are restarted, which
+empties their memory, and every prompt is looked up once more: by then the node has read its newest blocks back, and
+the files of the others are in the page cache. Each answer is compared with that of the plain engine.
 
 How fast a tier behind the pool can be is measured as well. vLLM's own example of a tier only lists what it was given,
 and moves no bytes: with it the pool takes as long as vLLM needs for any tier. One copy of the bytes comes on top.
 
-The results are medians of the rounds, and how much longer each way takes than a hit in the plain engine's own cache in
-the same round. vLLM's worker for GPUs is replaced by copies on the CPU (`tests.engines.cpu_pool`).
-It needs `.venv-engines` (`make bench-engines`); without it, it measures nothing and reports that.
+The results are medians of the rounds, and how much longer each way takes than the plain engine's hits beside it.
+vLLM's worker for GPUs is replaced by copies on the CPU (`tests.engines.cpu_pool`). It needs `.venv-engines` (`make
+bench-engines`); without it, it measures nothing and reports that.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ _SHAPES: dict[str, tuple[int, dict[str, int], int]] = {
     "8 layers, block 32": (32, _FEW_LAYERS, 32 << 20),
     "32 layers, block 32": (32, _MANY_LAYERS, 16 << 20),
 }
-_OWN, _POOL, _LIST, _FILES, _TIER, _CONNECTOR, _LMCACHE = (
+_OWN, _TWIN, _POOL, _LIST, _FILES, _TIER, _CONNECTOR, _LMCACHE = (
     "own cache",
+    "own cache, its twin",
     "pool",
     "pool and a list",
     "pool and files",
@@ -122,6 +124,7 @@ class _Shape:
         behind = tiered(node.target, pool_bytes=_POOL_BYTES, tier="triggerkv", **PATIENT)
         given: dict[str, dict[str, Any]] = {
             _OWN: {},
+            _TWIN: {},
             _POOL: {"kv_transfer_config": pool},
             _LIST: {"kv_transfer_config": listed},
             _FILES: {"kv_transfer_config": files},
@@ -139,6 +142,9 @@ class _Shape:
             for way, how in given.items()
         }
         self._said: dict[tuple[str, str], list[Said]] = defaultdict(list)
+        self._beside: dict[tuple[str, str], list[Said]] = defaultdict(
+            list
+        )  # the plain engine's hits, taken in turns
 
     def measure(self) -> None:
         """Run all rounds, after one to warm up, and the restart."""
@@ -147,7 +153,7 @@ class _Shape:
         self._restart(prompts[0])
         for number, prompt in enumerate(prompts):
             for way in self._in_turns(number):
-                if way not in (_OWN, _POOL, _LIST):
+                if way not in (_OWN, _TWIN, _POOL, _LIST):
                     self._say(number, way, "after a restart", prompt, answers[number])
 
     def _in_turns(self, number: int) -> list[str]:
@@ -165,7 +171,7 @@ class _Shape:
             assert (computed.answers, computed.cached) == (answer, 0), f"{way}: {computed}, not {answer}"
             if number:
                 self._said[way, "computed"].append(computed)
-            states = ["own"] if way == _OWN else ["own", "first re-read", "hot"]
+            states = [] if way in (_OWN, _TWIN) else ["own", "first re-read", "hot"]
             for state in [*states, *(["pool emptied"] if way in _TIERED else [])]:
                 self._say(number, way, state, prompt, answer)
         began = time.perf_counter()
@@ -178,12 +184,13 @@ class _Shape:
     def _say(
         self, number: int, way: str, state: str, prompt: list[list[int]], answer: list[list[int]]
     ) -> None:
-        times = _TIMES.get(state, 1)
-        said = sorted((self._found(way, state, prompt, answer) for _ in range(times)), key=_seconds)[
-            times // 2
-        ]
+        said: dict[str, list[Said]] = {_OWN: [], way: []}
+        for _ in range(times := _TIMES.get(state, 1)):
+            said[_OWN].append(self._found(_OWN, "own", prompt, answer))
+            said[way].append(self._found(way, state, prompt, answer))
         if number:
-            self._said[way, state].append(said)
+            self._said[way, state].append(sorted(said[way], key=_seconds)[times // 2])
+            self._beside[way, state].append(sorted(said[_OWN], key=_seconds)[times // 2])
 
     def _found(self, way: str, state: str, prompt: list[list[int]], answer: list[list[int]]) -> Said:
         engine = self._engines[way]
@@ -214,24 +221,21 @@ class _Shape:
     def note(self, form: Form, name: str) -> None:
         """Record the medians beside those of the plain engine, and how much each way adds to a hit in its own cache."""
         for (way, state), said in self._said.items():
-            bare = self._said[_OWN, "computed" if state == "computed" else "own"]
             is_ours = state == "computed" and way in (_TIER, _CONNECTOR)
             for what in ("TTFT", "CPU"):
+                bare = self._bare_ms(way, state, what)
                 form.pairs(
                     f"{name}: {way}, {state}, {what}",
                     "ms",
                     [_ms(one, what) for one in said],
-                    [_ms(one, what) for one in bare],
+                    bare,
                     goal=_STORED_GOALS[what] if is_ours else None,
                     lower_is_better=True,
                 )
-            if state != "computed" and way != _OWN:
-                for what in ("TTFT", "CPU"):
+                if state != "computed":
                     form.note(
                         f"{name}: {way}, {state}, added {what}",
-                        statistics.median(
-                            _ms(one, what) - _ms(other, what) for one, other in zip(said, bare, strict=True)
-                        ),
+                        statistics.median(self._added(way, state, what)),
                         "ms",
                         goal=_GOALS.get((way, state)) if what == "TTFT" else None,
                         lower_is_better=True,
@@ -253,10 +257,17 @@ class _Shape:
         metric = f"{name}: {_TIER}, pool emptied, added TTFT, against vLLM's own share and one copy"
         _medians(form, metric, self._added(_TIER, "pool emptied"), share, _LIMIT_GOAL)
 
-    def _added(self, way: str, state: str) -> list[float]:
+    def _bare_ms(self, way: str, state: str, what: str) -> list[float]:
+        """The plain engine's times beside these, by round: its hits, or what it computed, the mean of both engines."""
+        if state != "computed":
+            return [_ms(one, what) for one in self._beside[way, state]]
+        both = zip(self._said[_OWN, state], self._said[_TWIN, state], strict=True)
+        return [statistics.mean(_ms(one, what) for one in pair) for pair in both]
+
+    def _added(self, way: str, state: str, what: str = "TTFT") -> list[float]:
         """Milliseconds longer than a hit in the plain engine's own cache, by round."""
-        said, own = self._said[way, state], self._said[_OWN, "own"]
-        return [_ms(one, "TTFT") - _ms(other, "TTFT") for one, other in zip(said, own, strict=True)]
+        bare = self._bare_ms(way, state, what)
+        return [_ms(one, what) - own for one, own in zip(self._said[way, state], bare, strict=True)]
 
     def _against(self, form: Form, name: str, way: str, state: str, other: str, goal: float) -> None:
         metric = f"{name}: {way}, {state}, added TTFT, against {other}"
