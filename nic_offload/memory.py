@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from nic_offload._core import ffi, lib
@@ -25,6 +26,7 @@ __all__ = [
     "collapse",
     "copy_runs",
     "hide_from_dumps",
+    "map_aligned",
     "populate",
     "set_aside",
     "shares_huge_pages",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _HUGE_PAGE_BYTES = 2 << 20
+_GAPS_MAX = 8
 _F_SEAL_FUTURE_WRITE = 0x10  # existing writable mappings stay, and no new ones are allowed
 
 
@@ -63,7 +66,7 @@ def allocate_shared(length: int, *, is_sparse: bool = False) -> tuple[mmap.mmap,
         raise _not_had(length, error) from error
     try:
         os.ftruncate(fd, length)
-        memory = mmap.mmap(fd, length)
+        memory = map_aligned(fd, length)
     except OSError as error:
         os.close(fd)
         raise _not_had(length, error) from error
@@ -83,6 +86,23 @@ def allocate_shared(length: int, *, is_sparse: bool = False) -> tuple[mmap.mmap,
         os.close(fd)
         raise error if isinstance(error, FabricError) else _not_had(length, error) from error
     return memory, fd
+
+
+def map_aligned(fd: int, length: int, rights: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
+    """Map shared memory, at a multiple of a huge page's size: elsewhere its huge pages would be mapped as small ones.
+
+    It may be elsewhere if there are many holes between mappings, or other threads map memory at the same moment.
+    """
+    memory = mmap.mmap(fd, length, prot=rights)
+    with ExitStack() as gaps:
+        for _ in range(_GAPS_MAX if length >= _HUGE_PAGE_BYTES else 0):
+            beyond = address_of(memory) % _HUGE_PAGE_BYTES
+            if not beyond:
+                break
+            memory.close()
+            gaps.enter_context(mmap.mmap(-1, beyond))  # Linux maps downwards: the next one is that much lower
+            memory = mmap.mmap(fd, length, prot=rights)
+    return memory
 
 
 def allocate_mapped(length: int) -> tuple[mmap.mmap, int]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvstore.limits import ACK_WORDS, GRANTED_PUTS, SHARE_CALL_MS
 from kvstore.wire.sharing import HAS_DIRECTORY, HAS_HOT, HAS_SLOTS, MAPPED, ROW_BYTES
 from nic_offload.direct import LOG_BYTES
-from nic_offload.memory import hide_from_dumps
+from nic_offload.memory import hide_from_dumps, map_aligned
 
 if TYPE_CHECKING:
     from kvstore.wire import kvstore_pb2 as pb
@@ -113,6 +113,6 @@ def _map_slots(to_node: socket.socket, offered: pb.SharedMemory, fds: list[int],
 def _mapped(fd: int, size_bytes: int, rights: int) -> mmap.mmap | None:
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size != size_bytes:
         return None
-    memory = mmap.mmap(fd, size_bytes, prot=rights)
+    memory = map_aligned(fd, size_bytes, rights)
     hide_from_dumps(memory)
     return memory

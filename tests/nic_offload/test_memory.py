@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from nic_offload import memory
 from nic_offload.errors import NoMemory
-from nic_offload.memory import address_of, allocate_shared, collapse, shares_huge_pages
+from nic_offload.memory import address_of, allocate_shared, collapse, map_aligned, shares_huge_pages
 
 MIB = 1 << 20
 HUGE = 2 * MIB
@@ -32,6 +33,20 @@ def test_shared_memory_is_in_huge_pages(length: int, monkeypatch: pytest.MonkeyP
         assert huge == [4 * HUGE]
         assert mapped_kib(address_of(mapped), "Rss") == length // 1024
         assert not any(mapped[:])
+    os.close(fd)
+
+
+@pytest.mark.skipif(not shares_huge_pages(), reason="this kernel has no huge pages for shared memory")
+@pytest.mark.parametrize("gap", [4096, 5 * 4096, HUGE - 4096, HUGE])
+def test_shared_memory_is_mapped_in_huge_pages_wherever_others_end(gap: int) -> None:
+    """In the process that allocates it, and in one that maps it to read."""
+    with mmap.mmap(-1, gap):
+        mapped, fd = allocate_shared(4 * HUGE)
+    with mapped, mmap.mmap(-1, gap), map_aligned(fd, 4 * HUGE, mmap.PROT_READ) as read:
+        assert not any(read[:])
+        for one in (mapped, read):
+            assert address_of(one) % HUGE == 0
+            assert mapped_kib(address_of(one), "ShmemPmdMapped") == 4 * HUGE // 1024
     os.close(fd)
 
 
