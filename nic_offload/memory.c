@@ -48,6 +48,38 @@ size_t tk_memory_collapse(int fd, size_t length)
 	return done;
 }
 
+static char *hole_in(char *around)
+{
+	return around + -(uintptr_t)around % HUGE_PAGE;
+}
+
+static size_t whole_pages(size_t length)
+{
+	return (length + SMALL_PAGE - 1) / SMALL_PAGE * SMALL_PAGE;
+}
+
+/* Leaves a hole between mappings, of this length and at a multiple of a huge page's size: Linux maps there what is mapped
+ * next and fits, unless it fits further up. NULL: there is none. */
+void *tk_memory_make_hole(size_t length)
+{
+	size_t size = whole_pages(length);
+	char *around = mmap(NULL, size + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (around == MAP_FAILED)
+		return NULL;
+	munmap(hole_in(around), size);
+	return around;
+}
+
+/* Unmaps what is around the hole, and nothing in it. */
+void tk_memory_leave_hole(void *around, size_t length)
+{
+	char *begin = around, *hole = hole_in(begin), *after = hole + whole_pages(length);
+	size_t before = (size_t)(hole - begin);
+	if (before)
+		munmap(begin, before);
+	munmap(after, HUGE_PAGE - before);
+}
+
 void tk_copy_runs(const struct tk_run *runs, size_t count, const uint64_t *sources, uint64_t target)
 {
 	for (const struct tk_run *run = runs; run < runs + count; run++)

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _HUGE_PAGE_BYTES = 2 << 20
-_GAPS_MAX = 8
+_MAPPED_ELSEWHERE_MAX = 8  # tries
 _F_SEAL_FUTURE_WRITE = 0x10  # existing writable mappings stay, and no new ones are allowed
 
 
@@ -91,18 +91,21 @@ def allocate_shared(length: int, *, is_sparse: bool = False) -> tuple[mmap.mmap,
 def map_aligned(fd: int, length: int, rights: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
     """Map shared memory, at a multiple of a huge page's size: elsewhere its huge pages would be mapped as small ones.
 
-    It may be elsewhere if there are many holes between mappings, or other threads map memory at the same moment.
+    It may be elsewhere if other threads map memory at the same moment.
     """
-    memory = mmap.mmap(fd, length, prot=rights)
-    with ExitStack() as gaps:
-        for _ in range(_GAPS_MAX if length >= _HUGE_PAGE_BYTES else 0):
-            beyond = address_of(memory) % _HUGE_PAGE_BYTES
-            if not beyond:
+    with ExitStack() as elsewhere:
+        for _ in range(_MAPPED_ELSEWHERE_MAX if length >= _HUGE_PAGE_BYTES else 0):
+            around = lib.tk_memory_make_hole(length)
+            if not around:
                 break
-            memory.close()
-            gaps.enter_context(mmap.mmap(-1, beyond))  # Linux maps downwards: the next one is that much lower
-            memory = mmap.mmap(fd, length, prot=rights)
-    return memory
+            try:
+                memory = mmap.mmap(fd, length, prot=rights)
+            finally:
+                lib.tk_memory_leave_hole(around, length)
+            if address_of(memory) % _HUGE_PAGE_BYTES == 0:
+                return memory
+            elsewhere.enter_context(memory)  # it keeps that place taken meanwhile
+        return mmap.mmap(fd, length, prot=rights)
 
 
 def allocate_mapped(length: int) -> tuple[mmap.mmap, int]:

@@ -233,6 +233,8 @@ void tk_word_ring(void *address, uint64_t value, struct tk_bell *bell, int pipe_
 uint64_t tk_now_ns(void);
 int tk_memory_populate(void *address, size_t length);
 size_t tk_memory_collapse(int fd, size_t length);
+void *tk_memory_make_hole(size_t length);
+void tk_memory_leave_hole(void *around, size_t length);
 struct tk_run {
 	uint64_t piece; /* index of the source */
 	uint64_t source, target, length;
