@@ -66,8 +66,10 @@ void *tk_memory_make_hole(size_t length)
 	char *around = mmap(NULL, size + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	if (around == MAP_FAILED)
 		return NULL;
-	munmap(hole_in(around), size);
-	return around;
+	if (!munmap(hole_in(around), size))
+		return around;
+	munmap(around, size + HUGE_PAGE);
+	return NULL;
 }
 
 /* Unmaps what is around the hole, and nothing in it. */

@@ -93,19 +93,20 @@ def map_aligned(fd: int, length: int, rights: int = mmap.PROT_READ | mmap.PROT_W
 
     It may be elsewhere if other threads map memory at the same moment.
     """
+    memory = mmap.mmap(fd, length, prot=rights)
     with ExitStack() as elsewhere:
         for _ in range(_MAPPED_ELSEWHERE_MAX if length >= _HUGE_PAGE_BYTES else 0):
-            around = lib.tk_memory_make_hole(length)
-            if not around:
+            if address_of(memory) % _HUGE_PAGE_BYTES == 0 or not (around := lib.tk_memory_make_hole(length)):
                 break
             try:
-                memory = mmap.mmap(fd, length, prot=rights)
+                another = mmap.mmap(fd, length, prot=rights)
+            except OSError:  # no more addresses, perhaps
+                break
             finally:
                 lib.tk_memory_leave_hole(around, length)
-            if address_of(memory) % _HUGE_PAGE_BYTES == 0:
-                return memory
-            elsewhere.enter_context(memory)  # it keeps that place taken meanwhile
-        return mmap.mmap(fd, length, prot=rights)
+            elsewhere.enter_context(memory)  # until the end, it keeps its place taken
+            memory = another
+        return memory
 
 
 def allocate_mapped(length: int) -> tuple[mmap.mmap, int]:

@@ -6,8 +6,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from benchmarks.peers.client_process import Timed, WorkerFailed, cpu_ns, settled_cpu_ns
-from kvstore.limits import HEADER_BYTES, HOT_BYTES_DEFAULT, SHARES, WARM_SHARE
+from benchmarks.peers.client_process import Timed, cpu_ns, settled_cpu_ns
+from kvstore.limits import HEADER_BYTES
 from kvstore.storage.disk import DiskOpKind
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Contender", "Drive", "OnFabric", "Ours", "Redises"]
 
-_WARM_BYTES = HOT_BYTES_DEFAULT // WARM_SHARE + HOT_BYTES_DEFAULT // SHARES  # and what one prefetch may add
-_WAIT_S = 60.0
 _OPERATIONS = {"written": DiskOpKind.WRITE, "cold": DiskOpKind.READ}
 
 
@@ -66,11 +64,7 @@ class _Served:
 
 
 class Ours(_Served):
-    """A node; the plain drive's operations are next to the node's.
-
-    Its cold blocks are read after a restart. The node reads its newest blocks back into memory then, so others are put
-    after the cold ones.
-    """
+    """A node, restarted before its cold blocks are read; the plain drive's operations are next to the node's."""
 
     def __init__(self, node: NodeProcess, client: Worker, drive: Drive) -> None:
         super().__init__("us", node, client)
@@ -87,32 +81,21 @@ class Ours(_Served):
             self._forget(shape)
             self._put(cells, shape, "landed")
             self._forget(shape)
-            self._drive.beside(cells, shape, "written", partial(self._put, cells, shape, "written"))
+            self._drive.beside(
+                self._node, cells, shape, "written", partial(self._put, cells, shape, "written")
+            )
             self._client.ask(*self._get_words(shape))  # hot from now on, if it was not before
             self._get(cells, shape, "hot")
             self._forget(shape)
         for shape in shapes:
             self._client.ask(*self._put_words(shape, "written"))
-        batch = shapes[-1].batch
-        newer = -(-_WARM_BYTES // (shapes[-1].size * batch))
-        self._client.ask("put", "newer", "written", batch, 1, newer)
         self._node.stop()
         self._node.start()
-        self._warm_up()
         self._client.ask("ready")
         for shape in shapes:
-            self._drive.beside(cells, shape, "cold", partial(self._get, cells, shape, "cold"))
+            self._drive.beside(self._node, cells, shape, "cold", partial(self._get, cells, shape, "cold"))
             self._forget(shape)
-        self._client.ask("forget", "newer")
         self._drive.goes_first = not self._drive.goes_first
-
-    def _warm_up(self) -> None:
-        """Wait until the node has read back what it reads back."""
-        until = time.monotonic() + _WAIT_S
-        while "in memory again" not in self._node.log().rpartition("stopping")[2]:
-            if time.monotonic() > until:
-                raise WorkerFailed("the node does not warm up")
-            time.sleep(0.01)
 
 
 class Redises(_Served):
@@ -160,9 +143,12 @@ class Drive:
         self._drive = drive
         self.goes_first = False
 
-    def beside(self, cells: Cells, shape: Shape, kind: str, ours: Callable[[], None]) -> None:
-        """Run an operation of the node, and the same of the drive."""
+    def beside(
+        self, node: NodeProcess, cells: Cells, shape: Shape, kind: str, ours: Callable[[], None]
+    ) -> None:
+        """Run an operation of the node, and the same of the drive, each once the node is idle."""
         if self.goes_first:
+            settled_cpu_ns(node.pid)
             self._run(cells, shape, kind)
         ours()
         if not self.goes_first:

@@ -3,10 +3,9 @@
 What always holds: a prefetch never reads while a fetch waits for the drive, and has at most `PREFETCH_AHEAD_BYTES`
 in flight; one prefetch has at most `PREFETCH_BLOCKS_MAX` blocks, uses at most an eighth of the hot memory, and evicts
 only unused blocks; tenants take turns. Many blocks are looked up in slices, by the caller (`Wish`).
-A block is kept if its header and its payload are right; the sender checks the payload again.
 Prefetched blocks that were never requested are evicted first.
 What it doesn't do: promise anything (a missing block, or one without room, is left out; the caller can learn which were
-read).
+read), or check payloads: the sender does.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ class Prefetches:
         self._is_wanted_elsewhere = is_wanted_elsewhere
         self._queued: FairQueue[_Wanted] = FairQueue()
         self._left: dict[tuple[bytes, Hashable], Asked] = {}  # those with a waiting block
-        self._reading: dict[int, tuple[Piece, _Wanted, GetItem]] = {}
+        self._reading: dict[int, tuple[Piece, _Wanted]] = {}
         self._reading_bytes = 0
         self._goes_on: asyncio.Handle | None = None
         self._tag = 0
@@ -203,12 +202,11 @@ class Prefetches:
 
     def _read(self, one: _Wanted, piece: Piece) -> GetItem:
         self._tag += 1
-        address = self._memory.address(piece)
-        item = GetItem(one.tenant, one.key, one.fingerprint, one.length, address, one.size_bytes, self._tag)
-        self._reading[self._tag] = piece, one, item
+        self._reading[self._tag] = piece, one
         one.asked.reading += 1
         self._reading_bytes += one.size_bytes
-        return item
+        address = self._memory.address(piece)
+        return GetItem(one.tenant, one.key, one.fingerprint, one.length, address, one.size_bytes, self._tag)
 
     def _no_longer_waits(self, one: _Wanted) -> None:
         one.asked.waiting -= 1
@@ -219,11 +217,11 @@ class Prefetches:
         pieces: list[Piece] = []
         kept: list[tuple[Piece, int, tuple[bytes, bytes]]] = []
         for done in batch:
-            piece, one, item = self._reading.pop(done.tag)
+            piece, one = self._reading.pop(done.tag)
             pieces.append(piece)
             one.asked.reading -= 1
             self._reading_bytes -= self._memory.size(piece)
-            if self._store.verify_payload(item, done).miss is None:
+            if done.miss is None:
                 kept.append((piece, done.generation, (one.tenant, one.key)))
                 one.asked.came(one)
             one.asked.end_if_over()

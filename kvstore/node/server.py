@@ -60,13 +60,11 @@ from kvstore.node.sessions_service import SessionsService
 from kvstore.node.steps_service import StepsService
 from kvstore.node.tenants import Tenants, token_digest
 from kvstore.node.upkeep_service import UpkeepService
-from kvstore.node.warm_up import WarmUp
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.masters import open_master
 from kvstore.sealing.store_keys import StoreKeys, keys_opener
 from kvstore.serve_options import Settings
 from kvstore.storage.store import Store
-from kvstore.task_ends import logs_failure
 from kvstore.wire import (
     blocks_pb2_grpc,
     cluster_pb2_grpc,
@@ -411,7 +409,7 @@ async def _serve_node(
     _join_cluster(node, gate, config)
     membership = node.membership
     server, health = open_server(node, gate)
-    http = guard = control = warming = None
+    http = guard = control = None
     try:
         await health.begin(ready=False)
         address = listen(server, config, certificates)
@@ -437,17 +435,12 @@ async def _serve_node(
             membership.start()
         if node.upkeep is not None:
             node.upkeep.start()
-        warm_up = WarmUp(node)
         await _become_ready(node, health, address, stop)
-        warming = asyncio.create_task(warm_up.run())
-        warming.add_done_callback(logs_failure(log, "Blocks are no longer read back into memory."))
         if membership is not None and config.cluster is not None and not stop.is_set():
             membership.join(_member(store, config.cluster, address))
         await stop.wait()
         log.info("stopping")
     finally:  # also after a failed start: at interpreter exit, an open server ends in a traceback
-        if warming is not None:
-            warming.cancel()
         await _leave_cluster(node)
         await _end(control)
         await health.enter_graceful_shutdown()
