@@ -12,6 +12,7 @@ from tests.node.test_otel import Receiver, start
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs/tracing.md").read_text()
+STAYS_S = 0.5
 SOURCES = [ROOT / "kvstore/client/spans.py", ROOT / "kvstore/node/call_spans.py"]
 
 
@@ -22,6 +23,10 @@ def test_the_example_runs_and_its_trace_matches_the_page(tmp_path: Path) -> None
     with start(tmp_path, receiver.endpoint) as node:
         example = example.replace("127.0.0.1:7070", node.target)
         example = example.replace("http://127.0.0.1:4317", receiver.endpoint)
+        # A client that leaves as soon as it has its bytes may leave before the node has noted that they were sent.
+        end = "\nprovider.shutdown()"
+        assert example.count(end) == 1
+        example = example.replace(end, f"\n    __import__('time').sleep({STAYS_S}){end}")
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", example],
             capture_output=True,
