@@ -148,9 +148,7 @@ class _Shape:
             for way, how in given.items()
         }
         self._said: dict[tuple[str, str], list[Said]] = defaultdict(list)
-        self._beside: dict[tuple[str, str], list[Said]] = defaultdict(
-            list
-        )  # the plain engine's hits, taken in turns
+        self._beside: dict[tuple[str, str], list[Said]] = defaultdict(list)  # the plain engine's hits
 
     def measure(self) -> None:
         """Run all rounds, after one to warm up, and the restart."""

@@ -25,6 +25,12 @@ int tk_memory_populate(void *address, size_t length)
 	return madvise(address, length, MADV_POPULATE_WRITE) ? -errno : 0;
 }
 
+/* The first multiple of a huge page's size. */
+static char *aligned(char *range)
+{
+	return range + -(uintptr_t)range % HUGE_PAGE;
+}
+
 /* Puts shared memory that is not used yet into huge pages, as far as the kernel has them; returns how much is in them.
  *
  * By default Linux gives shared memory small pages, whatever `madvise` says. They take nine times as long to allocate,
@@ -38,7 +44,7 @@ size_t tk_memory_collapse(int fd, size_t length)
 	char *range = mmap(NULL, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	if (range == MAP_FAILED)
 		return 0;
-	char *memory = range + -(uintptr_t)range % HUGE_PAGE;
+	char *memory = aligned(range);
 	if (mmap(memory, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED)
 		for (; done + HUGE_PAGE <= length && tk_now_ns() < until_ns; done += HUGE_PAGE, until_ns += HUGE_PAGE_NS)
 			if (madvise(memory + done, SMALL_PAGE, MADV_POPULATE_WRITE) ||
@@ -46,11 +52,6 @@ size_t tk_memory_collapse(int fd, size_t length)
 				break;
 	munmap(range, reserved);
 	return done;
-}
-
-static char *hole_in(char *around)
-{
-	return around + -(uintptr_t)around % HUGE_PAGE;
 }
 
 static size_t whole_pages(size_t length)
@@ -66,7 +67,7 @@ void *tk_memory_make_hole(size_t length)
 	char *around = mmap(NULL, size + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	if (around == MAP_FAILED)
 		return NULL;
-	if (!munmap(hole_in(around), size))
+	if (!munmap(aligned(around), size))
 		return around;
 	munmap(around, size + HUGE_PAGE);
 	return NULL;
@@ -75,7 +76,7 @@ void *tk_memory_make_hole(size_t length)
 /* Unmaps what is around the hole, and nothing in it. */
 void tk_memory_leave_hole(void *around, size_t length)
 {
-	char *begin = around, *hole = hole_in(begin), *after = hole + whole_pages(length);
+	char *begin = around, *hole = aligned(begin), *after = hole + whole_pages(length);
 	size_t before = (size_t)(hole - begin);
 	if (before)
 		munmap(begin, before);
