@@ -311,9 +311,7 @@ FILL_PIECE_BYTES = 1 << 20  # of zeros, written at a time to a drive that is for
 BLANK_BYTES = 1 << 20  # of zeros at a drive's start: it is blank
 BOUNCE_BYTES = 1 << 20  # that a drive reads or writes at a time while its caller waits
 ZERO_FILL_BYTES_MAX = 2 << 30  # a larger drive is not filled with zeros when it is formatted
-INDEX_HEADERS_CHECKED_MAX = (
-    1024  # records compared with an index that was not closed; reading all would be a scan
-)
+INDEX_HEADERS_CHECKED_MAX = 1024  # records compared with an index that was not closed
 FREE_HEADERS_CHECKED_MAX = 256  # free extents, and as many of the oldest records, that are checked then too
 SCAN_UNREADABLE_PAGES_MAX = 1024  # a drive with more is not recovered but reported
 SCAN_WINDOW_BYTES = 256 << 10  # one read of this much costs little more than one of a page
@@ -338,6 +336,10 @@ READ_AHEAD_BYTES = 20 << 20  # read for fetches at a time: a later caller waits 
 PREFETCHES_MAX = 64  # sessions that wait to be read into the hot memory; of one tenant, at most an eighth
 PREFETCH_BLOCKS_MAX = 8192  # of one session
 PREFETCH_AHEAD_BYTES = 2 << 20  # read from the drive for prefetches at a time, while no fetch waits
+WARM_BLOCKS_MAX = 65_536  # of a drive, read back into the hot memory at a start,
+WARM_SHARE = 2  # of which they fill one part in this many,
+WARM_BLOCKS_STEP = 256  # so many at a time,
+WARM_MS = 1_000  # and within this time
 
 GET_THREADS = 4  # of a compute node: gets of arrivals being sent to nodes at a time
 PREFETCH_THREADS = 4  # of a compute node: prefetches that wait for their nodes at a time
@@ -519,9 +521,7 @@ VLLM_STEP_LOAD_MS = 200  # and for how long; copying them takes milliseconds
 VLLM_TIER_STEP_MS = 20  # for which an idle engine's step waits for a tier; then it goes on beside steps
 VLLM_LOADING_WAIT_S = 0.005  # of an idle thread, between two looks for work
 VLLM_SAVING_WAIT_S = 0.002
-VLLM_LOOKUP_FIRST_WAIT_S = (
-    0.01  # a look-up takes a millisecond or two, while the engine's scheduler would spin
-)
+VLLM_LOOKUP_FIRST_WAIT_S = 0.01  # a look-up takes 1 or 2 ms, while the engine's scheduler would spin
 VLLM_LOOKUP_NEXT_WAIT_S = 0.001
 VLLM_ATTACH_MS = 1_000  # between a scheduler's attempts to attach, so that its look-ups go over the fabric
 VLLM_WEIGHTS_HASHED_BYTES_MAX = 256 << 20  # of a model's folder, for its name

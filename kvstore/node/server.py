@@ -60,6 +60,7 @@ from kvstore.node.sessions_service import SessionsService
 from kvstore.node.steps_service import StepsService
 from kvstore.node.tenants import Tenants, token_digest
 from kvstore.node.upkeep_service import UpkeepService
+from kvstore.node.warm_up import WarmUp
 from kvstore.sealing.keyring_file import keyring_path
 from kvstore.sealing.masters import open_master
 from kvstore.sealing.store_keys import StoreKeys, keys_opener
@@ -413,6 +414,7 @@ async def _serve_node(
     try:
         await health.begin(ready=False)
         address = listen(server, config, certificates)
+        await WarmUp(node).run()
         guard = _guard_connections(node, gate, int(address.rpartition(":")[2]), config.fabric_clients)
         await server.start()
         statistics = store.statistics()

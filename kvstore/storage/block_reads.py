@@ -3,7 +3,7 @@
 Always holds: a block is returned only if its header is exactly the one that the index and the request name, tag
 included. From the lookup to the end of the read its extent is pinned, so nothing new is written there, and the block
 is guarded, so it is not evicted. A failed read is retried once; if that fails too, the block is quarantined, so its
-name can be put again.
+name can be put again. Reads that nobody requested guard, retry and quarantine nothing.
 
 It doesn't check payloads; `GetDone` says where that is done. Encrypted blocks are decrypted here, in the slot.
 """
@@ -80,7 +80,7 @@ class Gets:
             else:
                 reads.append(_Read(self, item, done, entry))
         self._extents.pin_all([read.entry.offset // PAGE_BYTES for read in reads])
-        self._keeping.guard([read.entry.generation for read in reads], Guard.PIN)
+        self._keeping.guard([read.entry.generation for read in reads if read.item.is_requested], Guard.PIN)
         for read in reads:
             self._traffic.add(read)
         for tenant, missed in unknown.items():
@@ -97,6 +97,9 @@ class Gets:
     def arrived(self, read: _Read, result: int) -> None:
         """Take the result of a read."""
         item, entry = read.item, read.entry
+        if not item.is_requested:
+            self._arrived_unrequested(read, result)
+            return
         if result < 0 and read.failed < READS_OF_BLOCK_MAX - 1:
             read.failed += 1
             self._traffic.add(read)
@@ -132,6 +135,23 @@ class Gets:
         else:
             self._keeping.quarantine(name, entry.generation, wipe=not is_foreign)
             self._missed(read, MissReason.CORRUPT, "the header on the drive does not belong to this block")
+
+    def _arrived_unrequested(self, read: _Read, result: int) -> None:
+        item, entry = read.item, read.entry
+        self._extents.unpin(entry.offset // PAGE_BYTES)
+        if result < 0:
+            self._missed(read, MissReason.UNREADABLE, os.strerror(-result))
+            return
+        try:
+            found = self._codec.open_record(item.slot_address, result, entry.offset)
+        except StorageError as error:
+            self._missed(read, MissReason.UNREADABLE, str(error))
+            return
+        if is_header_of(found, (item.tenant, item.key), entry):
+            hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation, was_read=True)
+            self.completions.add(read.done, hit)
+        else:
+            self._missed(read, MissReason.CORRUPT)
 
     def _missed(self, read: _Read, reason: MissReason, detail: str = "") -> None:
         self.completions.add(read.done, GetDone(read.item.tag, Miss(reason, detail), was_read=True))

@@ -142,6 +142,13 @@ class BlockTable:
         marks = self._column(lib.keep_blocks_marks(self._table), np.uint32)
         return np.sort(every[(every > 0) & (marks == lib.keep_blocks_mark(self._table, tenant))])
 
+    def newest(self, limit: int) -> NDArray[np.uint64]:
+        """Return the last generations, at most `limit`, in ascending order."""
+        every = self._column(lib.keep_blocks_generations(self._table), np.uint64)
+        if 0 < limit < len(every):
+            every = np.partition(every, -limit)[-limit:]
+        return np.sort(every[every > 0])
+
     def lives(self) -> NDArray[Any]:
         """Return where all blocks are, as `LIFE_ROW`s, in no order, unchecked since loading."""
         lives = np.empty(len(self), LIFE_ROW)

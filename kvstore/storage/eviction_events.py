@@ -118,9 +118,7 @@ class Explanation(NamedTuple):
     doubted: bool  # not checked since a crash
     gone: Eviction | None  # the last removal of a block of its name, if that is remembered
     now_ms: int
-    erased_ms: int | None = (
-        None  # when the domain that its key was made for was erased, if nothing else is known
-    )
+    erased_ms: int | None = None  # when the domain of its key was erased, if nothing else is known
 
     def __str__(self) -> str:
         """The explanation in one sentence."""
@@ -523,11 +521,16 @@ class Keeping:
     # Queries.
 
     def after(self, at: int, limit: int) -> tuple[list[tuple[Name, Entry]], int]:
-        """Look at the next `limit` blocks, or a few more, including expired ones, and return where to continue.
-
-        0 is the beginning and the end. Each block that is there all the time is found.
-        """
+        """Look at blocks from a place on, including expired ones, as `Index.after` does."""
         return self._index.after(at, limit)
+
+    def newest(self, limit: int) -> NDArray[np.uint64]:
+        """Return the last generations, at most `limit`, in ascending order."""
+        return self._index.newest(limit)
+
+    def of_generations(self, generations: Sequence[int]) -> list[tuple[Name, Entry]]:
+        """Return the blocks with these generations; those that are gone are left out."""
+        return self._index.of_generations(generations)
 
     def stored(self, names: bytes) -> NDArray[np.bool_]:
         """Return which blocks are stored, given tenant and key of each. A failed index has none."""
@@ -537,9 +540,8 @@ class Keeping:
         """Return where a block is, or why it is gone."""
         entry = self._index.lookup([name])[0]
         doubted = entry is not None and entry.generation in self._doubts.of([entry.generation])
-        return Explanation(
-            entry is not None, doubted, self._history.of(b"".join(name)), self._clock.wall_ms()
-        )
+        gone = self._history.of(b"".join(name))
+        return Explanation(entry is not None, doubted, gone, self._clock.wall_ms())
 
     def misses(self, tenant: bytes, keys: Sequence[bytes]) -> list[Miss]:
         """Return the misses of blocks that are not in the index."""

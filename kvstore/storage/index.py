@@ -383,6 +383,10 @@ class Index:
         """Return the generations of all blocks in ascending order, or those of one tenant."""
         return self._table.generations(tenant)
 
+    def newest(self, limit: int) -> NDArray[np.uint64]:
+        """Return the last generations, at most `limit`, in ascending order."""
+        return self._table.newest(limit)
+
     def extents(self, lives: NDArray[Any] | None = None) -> NDArray[np.int64]:
         """Return first page and length of every record in all tables, a row each, in the order of pages."""
         lives = self.lives() if lives is None else lives

@@ -70,7 +70,10 @@ class PutDone(NamedTuple):
 
 
 class GetItem(NamedTuple):
-    """A block wanted in a slot of the same shape; `length` 0 takes whatever length is stored."""
+    """A block wanted in a slot of the same shape; `length` 0 takes whatever length is stored.
+
+    If nobody requested it, reading it is no use of it, and a request finds out if it is wrong or can't be read.
+    """
 
     tenant: bytes
     key: bytes
@@ -79,6 +82,7 @@ class GetItem(NamedTuple):
     slot_address: int
     slot_bytes: int
     tag: int
+    is_requested: bool = True
 
 
 class GetDone(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc.aio
 import pytest
@@ -32,7 +32,7 @@ from nic_offload.fabric import Fabric
 from tests.warm_start import allocate_later
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from opentelemetry.trace import TracerProvider
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvstore.storage.items import GetItem, GetsDone
     from kvstore.storage.sealing import OpenKeys
 
+T = TypeVar("T")
 WAIT_S = 30.0
 HOT_BYTES = 48 << 20  # fewer than `kvstore serve` takes: enough for the blocks of most tests
 
@@ -123,7 +124,11 @@ class NodeInProcess:
         async def run() -> Any:
             return what(self.node)
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(WAIT_S)
+        return self.run(run())
+
+    def run(self, what: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the node's thread; returns its result."""
+        return asyncio.run_coroutine_threadsafe(what, self._loop).result(WAIT_S)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
