@@ -8,12 +8,13 @@ own cache, then with that cache emptied and, where there is a pool, with the poo
 of which the middle one counts, as the differences are small; only the first re-read is the first. Each of these hits
 is taken in turns with one of the plain engine in its own cache. Two plain engines compute each prompt, and their mean
 counts: two processes that do the same differ by up to 5 %. At the end the node and the server are restarted, which
-empties their memory, and every prompt is looked up once more; the files of the others are in the page cache then,
-which our node doesn't use. Each answer is compared with that of the plain engine.
+empties their memory, and every prompt is looked up once more: our node has read its newest blocks back, and the others'
+files are in the page cache. Then they are restarted again, with newer blocks in the node and nothing in the page cache,
+so every prompt comes from the drive. Each answer is compared with that of the plain engine.
 
 How fast a tier behind the pool can be is measured as well. vLLM's own example of a tier only lists what it was given,
 and moves no bytes: with it the pool takes as long as vLLM needs for any tier. One copy of the bytes comes on top, and
-after a restart the time in which the drive alone reads as many.
+from the drive the time in which the drive alone reads as many.
 
 The results are medians of the rounds, and how much longer each way takes than the plain engine's hits beside it.
 vLLM's worker for GPUs is replaced by copies on the CPU (`tests.engines.cpu_pool`). It needs `.venv-engines` (`make
@@ -22,6 +23,7 @@ bench-engines`); without it, it measures nothing and reports that.
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import tempfile
@@ -35,7 +37,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvstore.bench.bare import BareDrive
+from kvstore.client import Block, Client
+from kvstore.names import block_key
 from kvstore.storage.disk import DiskOpKind
+from nic_offload.memory import allocate
 from tests.engines.engine import PATIENT, Engine, Said, tiered
 from tests.engines.lmcache_server import LmcacheServer
 from tests.engines.model import make_llama
@@ -73,6 +78,8 @@ _OWN, _TWIN, _POOL, _LIST, _FILES, _TIER, _CONNECTOR, _LMCACHE = (
     "LMCache",
 )
 _TIERED = (_LIST, _FILES, _TIER)
+_FROM_DRIVE = "from the drive"
+_RESTARTED = ("after a restart", _FROM_DRIVE)
 _OURS = {"kv_connector": "TriggerKvConnector", "kv_connector_module_path": None}
 _LMCACHE_CHUNK_TOKENS = 128
 # Milliseconds longer than the plain engine's own cache.
@@ -87,7 +94,9 @@ _GOALS = {
 _STORED_GOALS = {"TTFT": 1.02, "CPU": 1.05}
 _LIMIT_GOAL = 1 / 0.85
 _LMCACHE_GOAL = 0.6
-_RECORD_BYTES = 1 << 20  # of a read of the drive alone
+_RECORD_BYTES = 1 << 20  # of a read of the drive alone, and of a newer block
+_NEWER_BYTES = 640 << 20  # more than the half of the hot memory that a started node fills
+_PUT_S = 60.0
 
 
 def run(form: Form) -> None:
@@ -110,7 +119,7 @@ class _Shape:
     def __init__(
         self, stack: ExitStack, place: Path, node: Node, block_tokens: int, model: Path, kv_bytes: int
     ) -> None:
-        self._node, self._block_tokens = node, block_tokens
+        self._node, self._place, self._block_tokens = node, place, block_tokens
         self._kv, self._copy = np.ones((2, kv_bytes), np.uint8)
         self._copied_ms: list[float] = []
         self._read_ms: list[float] = []
@@ -154,12 +163,18 @@ class _Shape:
         """Run all rounds, after one to warm up, and the restart."""
         prompts = [[[self._dice.randrange(3, 999) for _ in range(_TOKENS)]] for _ in range(1 + _ROUNDS)]
         answers = [self._round(number, prompt) for number, prompt in enumerate(prompts)]
-        self._restart(prompts[0])
-        for number, prompt in enumerate(prompts):
-            for way in self._in_turns(number):
-                if way not in (_OWN, _TWIN, _POOL, _LIST):
-                    self._say(number, way, "after a restart", prompt, answers[number])
-            if number:
+        for state in _RESTARTED:
+            if state == _FROM_DRIVE:
+                self._put_newer()
+            self._restart(prompts[0])
+            if state == _FROM_DRIVE:
+                self._drop_page_cache()
+            for number, prompt in enumerate(prompts):
+                for way in self._in_turns(number):
+                    if way not in (_OWN, _TWIN, _POOL, _LIST):
+                        self._say(number, way, state, prompt, answers[number])
+                if not number or state != _FROM_DRIVE:
+                    continue
                 gbps = self._drive.gbps(DiskOpKind.READ, _RECORD_BYTES)
                 self._read_ms.append(1e3 * self._kv.nbytes / (gbps * 1e9))
 
@@ -201,7 +216,7 @@ class _Shape:
 
     def _found(self, way: str, state: str, prompt: list[list[int]], answer: list[list[int]]) -> Said:
         engine = self._engines[way]
-        if state in ("pool emptied", "after a restart") and way in _TIERED:
+        if state in ("pool emptied", *_RESTARTED) and way in _TIERED:
             engine.drop_pool()
         elif state != "own":
             engine.forget()
@@ -224,6 +239,24 @@ class _Shape:
                 return engine.say(probe).cached > 0
 
             until(is_found, f"{way} works again")
+
+    def _put_newer(self) -> None:
+        """Put as many blocks as a node reads back into its hot memory."""
+        memory = allocate(_NEWER_BYTES)
+        with Client(self._node.target) as client:
+            region = client.register(memory)
+            newer = [
+                Block(block_key(b"newer", i.to_bytes(8)), region, at, _RECORD_BYTES)
+                for i, at in enumerate(range(0, _NEWER_BYTES, _RECORD_BYTES))
+            ]
+            assert not any(one.error for one in client.put(newer, timeout_s=_PUT_S))
+
+    def _drop_page_cache(self) -> None:
+        os.sync()
+        for path in self._place.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def note(self, form: Form, name: str) -> None:
         """Record the medians beside those of the plain engine, and how much each way adds to a hit in its own cache."""
@@ -248,9 +281,10 @@ class _Shape:
                         lower_is_better=True,
                     )
         for way in (_TIER, _CONNECTOR):
-            for state in ("hot", "after a restart"):
+            for state in ("hot", *_RESTARTED):
                 self._against(form, name, way, state, _LMCACHE, _LMCACHE_GOAL)
-            self._against(form, name, way, "after a restart", _FILES, 1)
+            for state in _RESTARTED:
+                self._against(form, name, way, state, _FILES, 1)
         tier, listed = self._added(_TIER, "own"), self._added(_LIST, "own")
         form.note(
             f"{name}: {_TIER}, own, added TTFT, beyond vLLM's own share",
@@ -263,7 +297,7 @@ class _Shape:
         share = [own + ms for own, ms in zip(self._added(_LIST, "pool emptied"), copied, strict=True)]
         self._limited(form, name, "pool emptied", "vLLM's own share and one copy", share)
         share = [own + ms for own, ms in zip(share, read, strict=True)]
-        self._limited(form, name, "after a restart", "vLLM's own share, one copy, and the drive alone", share)
+        self._limited(form, name, _FROM_DRIVE, "vLLM's own share, one copy, and the drive alone", share)
 
     def _bare_ms(self, way: str, state: str, what: str) -> list[float]:
         """The plain engine's times beside these, by round: its hits, or what it computed, the mean of both engines."""

@@ -75,6 +75,25 @@ def f():
 '''
     bare = without_docstrings(source)
     assert bare == b'\n\n\n\nx = """kept"""\nclass A:\n    """All of it."""\ndef f():\n\n    return 1\n'
+    source = b"""'Stays.'
+def f():
+    'Stays.'
+    return 1
+class _A:
+    'No.'
+    def f(self):
+        'No.'
+        return 1
+def _g():
+    'No.'
+    return 1
+def __h__():
+    'Stays.'
+    return 1
+"""
+    bare = without_docstrings(source, only_private=True)
+    assert bare.count(b"Stays") == 3
+    assert bare == source.replace(b"    'No.'", b"").replace(b"\n    \n", b"\n\n")
     ours = (ROOT / "kvstore/node/hot.py").read_bytes()
     assert without_docstrings(ours).count(b"\n") == ours.count(b"\n")
 

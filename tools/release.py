@@ -6,8 +6,8 @@ The tree is built once, and split: `triggerkv` is the node and the client; `trig
 
 What always holds: the extensions are stripped and need no library but libc; the same tree gives the same wheels; a
 wheel of more than `WHEEL_BYTES_MAX` is an error. Files that only developers use are left out, and so are comments, and
-the docstrings of packages that only the node and the commands import: those that `help()` shows a user stay, and so
-does the number of each line in a traceback.
+the docstrings of packages that only the node and the commands import, and of what is private elsewhere: those that
+`help()` shows a user stay, and so does the number of each line in a traceback.
 What it doesn't do: upload anything. docs/releasing.md has the steps of a release.
 """
 
@@ -29,6 +29,7 @@ import tokenize
 import zipfile
 from configparser import ConfigParser
 from importlib.metadata import Distribution, distribution
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ _PROGRAMS_ONLY = (
     "kvstore/sealing/",
     "kvstore/storage/",
 )
+_PRIVATE = re.compile(r"_(?!_)")
 _MAIN = "triggerkv"
 _METADATA = """\
 Metadata-Version: 2.4
@@ -135,10 +137,12 @@ def without_comments(source: bytes) -> bytes:
     return "\n".join(lines).encode()
 
 
-def without_docstrings(source: bytes) -> bytes:
+def without_docstrings(source: bytes, *, only_private: bool = False) -> bytes:
     """A module without its docstrings, except those that are all there is of a class or function."""
     lines = source.decode().split("\n")
-    for node in ast.walk(ast.parse(source)):
+    module = ast.parse(source)
+    private = (node for node in ast.walk(module) if _PRIVATE.match(getattr(node, "name", None) or ""))
+    for node in chain.from_iterable(map(ast.walk, private)) if only_private else ast.walk(module):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if len(node.body) > 1 else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
@@ -152,7 +156,7 @@ def _released(name: str, source: bytes) -> bytes:
     if not name.endswith(".py"):
         return source
     source = without_comments(source)
-    return without_docstrings(source) if name.startswith(_PROGRAMS_ONLY) else source
+    return without_docstrings(source, only_private=not name.startswith(_PROGRAMS_ONLY))
 
 
 def split(wheel: bytes) -> dict[str, dict[str, bytes]]:

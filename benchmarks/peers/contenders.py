@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Contender", "Drive", "OnFabric", "Ours", "Redises"]
 
+_NEWER_BYTES = 192 << 20  # more than the half of the hot memory that a started node fills
 _OPERATIONS = {"written": DiskOpKind.WRITE, "cold": DiskOpKind.READ}
 
 
@@ -71,7 +72,7 @@ class Ours(_Served):
         self._node, self._drive = node, drive
 
     def round(self, shapes: Sequence[Shape], cells: Cells) -> None:
-        """Run each shape landed, written and hot; then all of them cold.
+        """Run each shape landed, written and hot; then all of them cold, in a restarted node that has warmed up others.
 
         After a restart the memory that a client shares with the node is allocated when it is first used, which takes
         half a second per GB. That is not timed, since Redis is not restarted either.
@@ -89,12 +90,16 @@ class Ours(_Served):
             self._forget(shape)
         for shape in shapes:
             self._client.ask(*self._put_words(shape, "written"))
+        last = shapes[-1]
+        calls = -(-_NEWER_BYTES // (last.size * last.batch))
+        self._client.ask("put", "newer", "written", last.batch, 1, calls)
         self._node.stop()
         self._node.start()
         self._client.ask("ready")
         for shape in shapes:
             self._drive.beside(self._node, cells, shape, "cold", partial(self._get, cells, shape, "cold"))
             self._forget(shape)
+        self._client.ask("forget", "newer")
         self._drive.goes_first = not self._drive.goes_first
 
 

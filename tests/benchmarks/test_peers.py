@@ -47,7 +47,7 @@ def test_a_whole_run_gives_every_goal_its_line(monkeypatch: pytest.MonkeyPatch, 
         "_IDLE_S": 0.1,
     }.items():
         monkeypatch.setattr(bench_peers, name, value)
-    monkeypatch.setattr(bench_peers, "_CAPACITY", "128MiB")
+    monkeypatch.setattr(bench_peers, "_CAPACITY", "512MiB")
     monkeypatch.setenv("TRIGGERKV_PEERS_ROUNDS", "1")
     form = Form("peers", tmp_path)
     bench_peers.run(form, tmp_path)

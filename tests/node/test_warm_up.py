@@ -120,17 +120,15 @@ def test_expired_blocks_take_no_room(
 ) -> None:
     block, over = rig.block(0, 10_000), rig.block(1, HOT_BYTES // 8)
     put(rig, [block])
-    tenant = node.call(lambda inside: next(iter(inside.connections.values())).tenant)
     rig.client.put_inline(over.key, bytes(10_000), expires_unix_ms=time.time_ns() // 1_000_000 + 60_000)
     monkeypatch.setattr(
-        "kvstore.node.warm_up.WARM_SHARE", HOT_BYTES // (2 * pages_of(10_000) * PAGE_BYTES - 1)
+        "kvstore.node.warm_up.WARM_SHARE", HOT_BYTES // (2 * pages_of(10_000) * PAGE_BYTES) + 1
     )
     now_ms = time.time_ns() // 1_000_000
 
     def later(inside: Node) -> None:
         monkeypatch.setattr(inside.clock, "wall_ms", lambda: now_ms + 120_000, raising=False)
 
-    assert tenant
     node.call(later)
     warm_up(node)
     assert in_memory(node, [block.key]) == [True]
@@ -243,6 +241,6 @@ def test_it_is_no_use_of_a_block(
     put(rig, [rig.block(number, 10_000) for number in range(4)])
     guarded: list[int] = []
     keeping = node.call(lambda inside: inside.store.drives[0].keeping)
-    monkeypatch.setattr(keeping, "unguard", lambda generations, _: guarded.extend(generations))
+    monkeypatch.setattr(keeping, "guard", lambda generations, _: guarded.extend(generations))
     warm_up(node)
     assert guarded == []
