@@ -59,17 +59,15 @@ def by_owner(
 
     If a key's second owner is one of the members `near`, and its first is not, they change places.
     """
-    owners = now.owners
     parts: dict[int, list[int]] = defaultdict(list)
     staying = min(OWNERS_MAX, len(now.members) - len(now.draining))
-    if near and rank < REPLICAS_MAX <= staying:
-        for at in some:
-            first, second, *_ = owners(tenant, keys[at])
-            is_turned = second in near and first not in near
-            parts[second if is_turned != bool(rank) else first].append(at)
-    elif rank < staying + len(now.draining):
-        for at in some:
-            parts[owners(tenant, keys[at])[rank]].append(at)
+    if rank >= staying + len(now.draining):
+        return {}
+    some = list(some)
+    turns = bool(near) and rank < REPLICAS_MAX <= staying
+    for at, owners in zip(some, now.owners_of_each(tenant, (keys[at] for at in some)), strict=True):
+        is_turned = turns and owners[1] in near and owners[0] not in near
+        parts[owners[1 - rank if is_turned else rank]].append(at)
     return {now.members[place].node: ats for place, ats in parts.items()}
 
 

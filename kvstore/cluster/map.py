@@ -193,6 +193,13 @@ class Map:
         """
         return self.owners_of(self.lot_of(tenant, key))
 
+    def owners_of_each(self, tenant: bytes, keys: Iterable[bytes]) -> Iterator[tuple[int, ...]]:
+        """As `owners`, for many keys."""
+        lots = [self.lot_of(tenant, key) for key in keys]
+        if isinstance(self._placement, Owners):
+            self._placement.draw(lots)
+        return map(self.owners_of, lots)
+
     def lot_of(self, tenant: bytes, key: bytes) -> int:
         """The lot that a block, or a user, falls into."""
         return lot_of(tenant, key, self.lots)

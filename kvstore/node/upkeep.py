@@ -255,16 +255,20 @@ class Upkeep:
     ) -> list[Block]:
         """Return the blocks among these that should be on several nodes."""
         now_ms, now, is_draining = self._node.clock.wall_ms(), self._membership.map, self._is_draining()
-        blocks = []
+        of_tenants: dict[str, list[tuple[Name, Entry, int]]] = defaultdict(list)
         for name, entry in rows:
             tenant, replicas = names.get(name[0], ("", 0))
             replicas = min(replicas or self.replicas, REPLICAS_MAX) if tenant else 0
             if (replicas > 1 or (replicas and is_draining)) and not 0 < entry.expires_ms <= now_ms:
-                owners = now.owners(self._tenants.placed_as(tenant).encode(), name[1])[:replicas]
+                of_tenants[tenant].append((name, entry, replicas))
+        blocks = []
+        for tenant, some in of_tenants.items():
+            placed_as = self._tenants.placed_as(tenant).encode()
+            owners_of_each = now.owners_of_each(placed_as, (name[1] for name, _, _ in some))
+            for (name, entry, replicas), owners in zip(some, owners_of_each, strict=True):
                 is_sure = self.eligibility.is_sure(drive, entry.generation)
-                blocks.append(Block(name, tenant, entry, owners, is_sure))
-                if len(owners) < replicas:
-                    self.found.one_copy += 1
+                blocks.append(Block(name, tenant, entry, owners[:replicas], is_sure))
+                self.found.one_copy += len(owners) < replicas
         named = self._node.store.manifests.references([block.name for block in blocks]) if blocks else []
         return [block for block, sessions in zip(blocks, named, strict=True) if not sessions]
 

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import numpy as np
 import pytest
 
-from kvstore.cluster.map import DRAINING, Map, Member
+from kvstore.cluster.map import DRAINING, Map, Member, _placement
 from kvstore.cluster.owners import Owners
 from kvstore.errors import ConfigError
 from kvstore.limits import CLUSTER_LOTS, OWNERS_MAX
@@ -84,6 +84,31 @@ def test_all_lots_at_once_have_the_owners_of_each(lots: int) -> None:
     assert [order for at, order in enumerate(now.orders()) if at % 97 == 0] == [
         now.owners_of(lot) for lot in range(0, lots, 97)
     ]
+
+
+@EVERY_LOTS
+@pytest.mark.parametrize("at_once", [7, 1 << 19])
+def test_many_keys_have_the_owners_of_each(lots: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [b"%d" % at for at in range(300)]
+    alone = [Map.of(1, members(5), lots=lots).owners(b"acme", key) for key in keys]
+    monkeypatch.setattr("kvstore.cluster.owners.OWNER_DRAWS_AT_ONCE", at_once)
+    _placement.cache_clear()
+    together = Map.of(1, members(5), lots=lots)
+    assert [together.owners(b"acme", key) for key in keys[:9]] == alone[:9]
+    assert list(together.owners_of_each(b"acme", keys)) == alone
+
+
+def test_the_owners_of_many_keys_are_drawn_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    owners = Owners([(one.name.encode(), one.weight) for one in members(3)], (), CLUSTER_LOTS)
+    drawn: list[int] = []
+    draw = Owners._drawn
+    monkeypatch.setattr(Owners, "_drawn", lambda self, lots: drawn.append(len(lots)) or draw(self, lots))
+    owners.order_of(7)
+    owners.draw([7, 8, 9, 8, 100])
+    assert drawn == [1, 3]
+    assert owners.order_of(100) == Owners(
+        [(one.name.encode(), one.weight) for one in members(3)], (), CLUSTER_LOTS
+    ).order_of(100)
 
 
 @pytest.mark.parametrize("lots", [0, 1, 4096, 8191, 12_288, 1 << 25])
