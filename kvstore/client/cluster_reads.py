@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvstore.errors import KvError
-from kvstore.limits import CLUSTER_FIRST_TRY_MS, OWNERS_MAX, REPLICAS_MAX
+from kvstore.limits import CLUSTER_FIRST_TRY_MS, FETCH_CANCEL_MS, OWNERS_MAX, REPLICAS_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.names import is_in_domain
 
@@ -36,6 +36,7 @@ __all__ = ["Reads", "by_owner"]
 
 _PUT_BACK = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.UNREADABLE}
 _NOWHERE: frozenset[int] = frozenset()
+_SPARE_LEAST_S = 0.099  # with less, a call can't outlast a hung node anyway
 R = TypeVar("R")
 
 
@@ -69,6 +70,12 @@ def by_owner(
         is_turned = turns and owners[1] in near and owners[0] not in near
         parts[owners[1 - rank if is_turned else rank]].append(at)
     return {now.members[place].node: ats for place, ats in parts.items()}
+
+
+def _first_try_s(left_s: float) -> float:
+    """How long a node may take: half of what is left, besides the time in which a get of a hung node is given up."""
+    spare_s = left_s - FETCH_CANCEL_MS / 1000
+    return min(CLUSTER_FIRST_TRY_MS / 1000, (left_s if spare_s < _SPARE_LEAST_S else spare_s) / 2)
 
 
 class Reads:
@@ -133,7 +140,7 @@ class Reads:
         first = ranks if len(ranks) > 1 else ()
         for rank in first:
             if left:
-                yield rank, left, min(self._seconds_until(until_s) / 2, CLUSTER_FIRST_TRY_MS / 1000)
+                yield rank, left, _first_try_s(self._seconds_until(until_s))
         for number, rank in enumerate(ranks):
             some = [at for at in left if rank in late[at]] if first else left
             left_s = self._seconds_until(until_s)

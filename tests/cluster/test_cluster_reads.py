@@ -15,7 +15,7 @@ from kvstore.clock import SystemClock
 from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.commands.cluster_command import _read_first
 from kvstore.errors import NodeUnavailable
-from kvstore.limits import CLUSTER_FIRST_TRY_MS, CLUSTER_LOTS
+from kvstore.limits import CLUSTER_FIRST_TRY_MS, CLUSTER_LOTS, FETCH_CANCEL_MS
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key
 from kvstore.placement import LOTS
@@ -45,6 +45,7 @@ class Node:
     is_dead: bool = False
     hangs: bool = False
     takes_s: float = 0.0
+    given_up_s: float = 0.0  # if it hangs: how long giving up a get takes
     answers: dict[bytes, bytes | MissReason] = field(default_factory=dict)
 
 
@@ -96,7 +97,7 @@ class Cluster:
         return answers
 
     def _ask(self, node: Any, some: Sequence[int], left_s: float) -> list[bytes | Miss]:
-        self.clock.now_s += left_s if node.hangs else min(node.takes_s, left_s)
+        self.clock.now_s += left_s + node.given_up_s if node.hangs else min(node.takes_s, left_s)
         if node.hangs or node.takes_s > left_s:
             return [Miss(AWAY) for _ in some]
         found = [node.answers.get(KEYS[at], LACKS) for at in some]
@@ -228,6 +229,14 @@ def test_a_hanging_nearest_node_leaves_time_for_the_other() -> None:
     assert cluster.suspects == {near}
     assert cluster.get("rack 2", timeout_s=0.2) == KEYS
     assert not cluster.put_back, "it may have its copies"
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 1.5, 2.0, TIMEOUT_S])
+def test_giving_up_a_get_of_a_hung_node_leaves_time_for_the_other(timeout_s: float) -> None:
+    cluster = of_zones("", "")
+    for at, node in enumerate(cluster.nodes.values()):
+        node.hangs, node.given_up_s, node.takes_s = at == 0, FETCH_CANCEL_MS / 1000, 0.01
+    assert cluster.get("", timeout_s=timeout_s) == KEYS
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
