@@ -41,6 +41,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 _SIZES = ((32 * _KIB, None), (256 * _KIB, 0.85), (_MIB, 0.9), (4 * _MIB, 0.9))
 _TOTAL = 128 * _MIB
 _FEED, _AHEAD = 2, 32  # blocks given to the store at a time, and how many may be under way
+_WIPED_BYTES = 512 << 20
 _CAPACITY = 2 << 30  # the largest that is filled with zeros when it is made
 _TENANT = b"t" * TENANT_BYTES
 _FINGERPRINT = b"f" * FINGERPRINT_BYTES
@@ -200,10 +201,15 @@ def _against_the_drive(form: Form, home: Path, length: int, goal: float | None) 
 
 
 def _evicting(form: Form, home: Path, length: int) -> None:
-    """Puts that evict other blocks, compared with puts for which room was made before; both fill the drive."""
+    """Puts that evict other blocks, compared with puts for which room was made before, and with the drive.
+
+    Both stores fill their drives. For each block that is evicted a page is wiped: the drive alone does that as well.
+    """
+    home.mkdir()
     with (
         Store.open(home / "full", capacity_bytes=_CAPACITY, clock=SystemClock()) as full,
         Store.open(home / "roomy", capacity_bytes=_CAPACITY, clock=SystemClock()) as roomy,
+        BareDrive(home, _WIPED_BYTES) as drive,
     ):
         runs = _CAPACITY // _TOTAL
         pushing, lonely = _Blocks(full, length), _Blocks(roomy, length, keeps=runs - 2)
@@ -215,7 +221,14 @@ def _evicting(form: Form, home: Path, length: int) -> None:
             "GB/s",
             pushing.put_gbps,
             lonely.put_gbps,
-            goal=0.9,
+            pairs=9,
+        )
+        form.compare(
+            f"put, {_label(length)}, evicting, against the drive with wipes",
+            "GB/s",
+            pushing.put_gbps,
+            lambda: drive.gbps(DiskOpKind.WRITE, length + HEADER_BYTES, wipes=True),
+            goal=0.85,
             pairs=9,
         )
 

@@ -202,21 +202,23 @@ class BareDrive:
         self._memory = allocate(size_bytes)
         self._address = _address_of(self._memory)
 
-    def gbps(self, kind: DiskOpKind, length: int) -> float:
-        """Read or write the whole file in records of this length."""
-        ops = [
-            DiskOp(kind, self._address + offset, length, offset, offset)
-            for offset in range(0, self._size_bytes - length + 1, length)
-        ]
+    def gbps(self, kind: DiskOpKind, length: int, *, wipes: bool = False) -> float:
+        """Read or write the whole file in records of this length, or write a page of another place after each."""
+        offsets = range(0, self._size_bytes - length + 1, length)
+        ops = [DiskOp(kind, self._address + offset, length, offset, length) for offset in offsets]
+        if wipes:
+            headers = [*offsets[len(offsets) // 2 :], *offsets[: len(offsets) // 2]]
+            pages = [DiskOp(kind, self._address, PAGE_BYTES, offset, PAGE_BYTES) for offset in headers]
+            ops = [op for pair in zip(ops, pages, strict=True) for op in pair]
         start_ns = time.monotonic_ns()
         begun = ended = 0
         while ended < len(ops):
             begun += self._disk.submit(ops[begun : min(len(ops), ended + _DEPTH)])
             select.select([self._disk], [], [], _WAIT_S)
             for done in self._disk.reap():
-                assert done.result == length, done
+                assert done.result == done.tag, done
                 ended += 1
-        return len(ops) * length / (time.monotonic_ns() - start_ns)
+        return len(offsets) * length / (time.monotonic_ns() - start_ns)
 
     def operation_ns(self, kind: DiskOpKind, length: int, depth: int) -> int:
         """The mean time of one operation with `depth` in flight, at most 64 MiB of them."""
