@@ -6,8 +6,8 @@ runs for each, all at the same time, with one thread, greedy decoding, and rando
 engine gets a new prompt that ends in the middle of a block. It computes and stores the prompt, and finds it in its
 own cache, then with that cache emptied and, where there is a pool, with the pool emptied as well: several times each,
 of which the middle one counts, as the differences are small; only the first re-read is the first. Each of these hits
-is taken in turns with one of the plain engine in its own cache. Two plain engines compute each prompt, and their mean
-counts: two processes that do the same differ by up to 5 %. At the end the node and the server are restarted, which
+is taken in turns with one of the plain engine in its own cache. Two plain engines compute each prompt, and the slower
+one counts: two processes that do the same differ by up to 5 %. At the end the node and the server are restarted, which
 empties their memory, and every prompt is looked up once more: our node has read its newest blocks back, and the others'
 files are in the page cache. Then they are restarted again, with newer blocks in the node and nothing in the page cache,
 so every prompt comes from the drive. Each answer is compared with that of the plain engine.
@@ -300,11 +300,11 @@ class _Shape:
         self._limited(form, name, _FROM_DRIVE, "vLLM's own share, one copy, and the drive alone", share)
 
     def _bare_ms(self, way: str, state: str, what: str) -> list[float]:
-        """The plain engine's times beside these, by round: its hits, or what it computed, the mean of both engines."""
+        """A plain engine's times beside these, by round: the hits of one, or what the slower one computed."""
         if state != "computed":
             return [_ms(one, what) for one in self._beside[way, state]]
-        both = zip(self._said[_OWN, state], self._said[_TWIN, state], strict=True)
-        return [statistics.mean(_ms(one, what) for one in pair) for pair in both]
+        both = [[_ms(one, what) for one in self._said[engine, state]] for engine in (_OWN, _TWIN)]
+        return max(both, key=statistics.median)
 
     def _added(self, way: str, state: str, what: str = "TTFT") -> list[float]:
         """Milliseconds longer than a hit in the plain engine's own cache, by round."""
