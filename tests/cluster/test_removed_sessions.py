@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import ClusterBlock, Stored
+from kvstore.client import ClusterBlock, Nodes, Stored
 from kvstore.client.user_owners import UserOwners
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable
 from kvstore.names import block_key
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from kvstore.client import Nodes, Session
+    from kvstore.client import Session
     from kvstore.demo.node_process import NodeProcess
 
 COUNT, BYTES, WAIT_S = 8, 6016, 60.0
@@ -37,9 +37,9 @@ def appended(chat: Session, keys: Sequence[bytes]) -> bool:
     return True
 
 
-def removed(chat: Session) -> bool:
+def removed(chat: Session, blocks: int = COUNT - 1) -> bool:
     try:
-        return chat.remove(delete_blocks=True) == COUNT - 1
+        return chat.remove(delete_blocks=True) == blocks
     except KvError:
         return False
 
@@ -99,6 +99,27 @@ def test_a_session_removed_with_its_blocks_leaves_none_on_any_node(tmp_path: Pat
             other.remove(delete_blocks=True)
         assert other.keys() == KEYS[:1]
         other.remove()
+
+
+def test_a_removal_that_was_not_answered_is_completed_when_repeated(tmp_path: Path) -> None:
+    """The session is gone then, and no node names its blocks any more; a third node has copies of them."""
+    with ExitStack() as stack:
+        world = RealCluster(tmp_path, stack, 3)
+        begun(world)
+        _, standby, third = roles(world)
+        pages = [(key, (key * BYTES)[:BYTES]) for key in KEYS]
+        assert {one.error for one in world.client.nodes.at(third.target).put_many_inline(pages)} == {None}
+        targets = [node.target for node in world.nodes]
+        chat = stack.enter_context(Nodes(targets, call_timeout_ms=700)).session("ada", "chat")
+        assert chat.keys() == KEYS
+        stop(standby.pid)  # the home waits longer for it than the client for the home
+        try:
+            with pytest.raises(DeadlineExceeded):
+                chat.remove(delete_blocks=True)
+        finally:
+            os.kill(standby.pid, signal.SIGCONT)
+        wait_until(lambda: removed(chat, COUNT), "all have answered", WAIT_S)
+        assert [world.there(node, KEYS)[1:] for node in world.nodes] == [REST] * 3
 
 
 def test_what_a_former_standby_has_of_a_session_is_removed_with_its_blocks(tmp_path: Path) -> None:
