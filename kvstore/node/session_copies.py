@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
 from kvstore.errors import KvError, WrongEpoch
-from kvstore.limits import SESSIONS_LISTED_STEP, SESSIONS_STANDBY_LOTS_MAX
+from kvstore.limits import SESSION_STEP_BLOCKS, SESSIONS_LISTED_STEP, SESSIONS_STANDBY_LOTS_MAX
 from kvstore.names import user_name
 from kvstore.node.session_changes import change, to_its_end
 from kvstore.node.session_names import name_of
@@ -138,9 +138,21 @@ class SessionCopies:
 
     async def _remove(self, tenant: Tenant, copy: pb.SessionCopy, session: str, epoch: int) -> None:
         name = name_of(tenant.id, copy.user, session)
-        if self._node.store.manifests.get(name) is not None:
-            item = SessionItem(name, SessionStep.REMOVE, Durability.WRITTEN, 0, epoch=epoch)
-            await change(self._node, item._replace(delete_blocks=copy.delete_blocks))
+        manifests = self._node.store.manifests
+        if manifests.get(name) is None:
+            return
+        keys = list[bytes]()
+        if copy.delete_blocks:
+            for some in manifests.own_keys(name):
+                keys.extend(some)
+                await asyncio.sleep(0)
+        item = SessionItem(name, SessionStep.REMOVE, Durability.WRITTEN, 0, epoch=epoch)
+        await change(self._node, item._replace(delete_blocks=copy.delete_blocks))
+        for at in range(0, len(keys), SESSION_STEP_BLOCKS):  # some of its blocks may still be on their way here
+            names = [(tenant.id, key) for key in keys[at : at + SESSION_STEP_BLOCKS]]
+            unnamed = manifests.without_references(names)
+            await self._moves.delete(tenant.id, frozenset(key for _, key in unnamed))
+            await asyncio.sleep(0)
 
     async def _remove_others(self, tenant: Tenant, copy: pb.SessionCopy, epoch: int) -> None:
         """Remove copies of a user's sessions that the home has no more."""

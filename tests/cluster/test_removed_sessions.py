@@ -13,6 +13,7 @@ from kvstore.client import ClusterBlock, Nodes, Stored
 from kvstore.client.user_owners import UserOwners
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable
 from kvstore.names import block_key
+from kvstore.wire import sessions_pb2
 from tests.cluster.test_upkeep import RealCluster, command, told
 from tests.nic_offload.rig import wait_until
 from tests.stopping import stop
@@ -120,6 +121,22 @@ def test_a_removal_that_was_not_answered_is_completed_when_repeated(tmp_path: Pa
             os.kill(standby.pid, signal.SIGCONT)
         wait_until(lambda: removed(chat, COUNT), "all have answered", WAIT_S)
         assert [world.there(node, KEYS)[1:] for node in world.nodes] == [REST] * 3
+
+
+def test_a_block_on_its_way_to_the_standby_is_removed_with_its_session(tmp_path: Path) -> None:
+    """A client of an earlier version has the home remove it, and asks no other node."""
+    with ExitStack() as stack:
+        world = RealCluster(tmp_path, stack, 3)
+        chat, _ = begun(world)
+        nodes = world.client.nodes
+        home, standby, _ = roles(world)
+        assert nodes.at(standby.target).delete(KEYS[1:2]) == [True]
+        stranger = world.stranger(standby, home)
+        answer = stranger.offer(KEYS[1:2])
+        request = sessions_pb2.RemoveSessionRequest(name=chat._name, delete_blocks=True)
+        assert len(chat._calls.stub.RemoveSession(request, timeout=WAIT_S).deleted) == COUNT - 1
+        assert not stranger.copy(KEYS[1], answer.ticket)
+        assert [world.there(node, KEYS)[1:] for node in (home, standby)] == [REST] * 2
 
 
 def test_what_a_former_standby_has_of_a_session_is_removed_with_its_blocks(tmp_path: Path) -> None:
