@@ -148,7 +148,8 @@ class SessionCopies:
                 await asyncio.sleep(0)
         item = SessionItem(name, SessionStep.REMOVE, Durability.WRITTEN, 0, epoch=epoch)
         await change(self._node, item._replace(delete_blocks=copy.delete_blocks))
-        for at in range(0, len(keys), SESSION_STEP_BLOCKS):  # some of its blocks may still be on their way here
+        # Some of its blocks may still be on their way here.
+        for at in range(0, len(keys), SESSION_STEP_BLOCKS):
             names = [(tenant.id, key) for key in keys[at : at + SESSION_STEP_BLOCKS]]
             unnamed = manifests.without_references(names)
             await self._moves.delete(tenant.id, frozenset(key for _, key in unnamed))
