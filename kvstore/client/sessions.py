@@ -32,6 +32,7 @@ from kvstore.errors import (
     NoSession,
     Overloaded,
     SessionRefused,
+    StorageError,
 )
 from kvstore.limits import (
     LEASE_TIMEOUT_MS,
@@ -307,6 +308,8 @@ class Session:
             keys = self.keys()
         except NoSession:
             keys = []
+        except StorageError:
+            return  # a damaged session can be removed too
         there = frozenset(keys)
         self._undeleted += [key for key in self._removing if key not in there]
         self._removing = keys
