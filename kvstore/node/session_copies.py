@@ -150,9 +150,10 @@ class SessionCopies:
         await change(self._node, item._replace(delete_blocks=copy.delete_blocks))
         # Some of its blocks may still be on their way here.
         for at in range(0, len(keys), SESSION_STEP_BLOCKS):
-            names = [(tenant.id, key) for key in keys[at : at + SESSION_STEP_BLOCKS]]
-            unnamed = manifests.without_references(names)
-            await self._moves.delete(tenant.id, frozenset(key for _, key in unnamed))
+            some_keys = keys[at : at + SESSION_STEP_BLOCKS]
+            counts = manifests.references([(tenant.id, key) for key in some_keys])
+            unnamed = frozenset(key for key, count in zip(some_keys, counts, strict=True) if not count)
+            await self._moves.delete(tenant.id, unnamed)
             await asyncio.sleep(0)
 
     async def _remove_others(self, tenant: Tenant, copy: pb.SessionCopy, epoch: int) -> None:
