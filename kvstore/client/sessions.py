@@ -32,6 +32,7 @@ from kvstore.errors import (
     NoSession,
     Overloaded,
     SessionRefused,
+    StorageError,
 )
 from kvstore.limits import (
     LEASE_TIMEOUT_MS,
@@ -97,6 +98,7 @@ class Session:
         self._find = find
         self._blocks: int | None = None  # how many blocks it has, as far as we know
         self._undeleted: list[bytes] = []  # blocks removed with it that other nodes may still have
+        self._removing: list[bytes] = []  # its blocks before a removal that was not answered, if it was done
 
     def __repr__(self) -> str:
         """Its user and name; no node is called."""
@@ -286,17 +288,31 @@ class Session:
                 " come back with it, so nothing was removed. Remove the session without its blocks, or when that node"
                 " is back or forgotten."
             )
+        if nodes is not None:
+            self._note_removal()
         answer = self._ask("Removing a session", ask)
-        self._blocks = 0
+        self._blocks, self._removing = 0, []
         if delete_blocks and self.notes.follower is not None:
             self.notes.follower.forgotten(self.user)
         if nodes is None or not nodes.map.revision:
             return int(answer.unreferenced)
         self._undeleted += answer.deleted
-        if deleted := self._undeleted:
+        if deleted := list(dict.fromkeys(self._undeleted)):
             nodes._puts().delete(deleted, durability, (self.user, self.name))  # noqa: SLF001 - of this package
             self._undeleted = []
         return max(len(deleted), answer.unreferenced)
+
+    def _note_removal(self) -> None:
+        """Note the session's blocks, and those that it has no more because it was removed without an answer."""
+        try:
+            keys = self.keys()
+        except NoSession:
+            keys = []
+        except StorageError:
+            return  # a damaged session can be removed too
+        there = frozenset(keys)
+        self._undeleted += [key for key in self._removing if key not in there]
+        self._removing = keys
 
     def limit(self, time_to_live_ms: int, *, durability: Durability = Durability.WRITTEN) -> int:
         """Set its time to live, 0 for none; returns when it expires, in milliseconds since 1970.

@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvstore.durability import Durability
-from kvstore.errors import KvError, WrongEpoch
-from kvstore.limits import SESSIONS_LISTED_STEP, SESSIONS_STANDBY_LOTS_MAX
+from kvstore.errors import KvError, StorageError, WrongEpoch
+from kvstore.limits import SESSION_STEP_BLOCKS, SESSIONS_LISTED_STEP, SESSIONS_STANDBY_LOTS_MAX
 from kvstore.names import user_name
 from kvstore.node.session_changes import change, to_its_end
 from kvstore.node.session_names import name_of
@@ -128,6 +129,7 @@ class SessionCopies:
             self._moves.hand_overs.note_copy(tenant.name, copy.user, followed.node)
             if copy.is_list:
                 await self._remove_others(tenant, copy, followed.copies)
+                await self._send_blocks(tenant, copy, followed)
             elif copy.removed:
                 await self._remove(tenant, copy, copy.session, followed.copies)
             else:
@@ -136,11 +138,39 @@ class SessionCopies:
             return False
         return True
 
+    async def _send_blocks(self, tenant: Tenant, copy: pb.SessionCopy, followed: _Followed) -> None:
+        """Send the home blocks of a user's sessions that it lacks: who was to send them may have crashed."""
+        keys, manifests = list[bytes](), self._node.store.manifests
+        with suppress(StorageError):  # a session was changed meanwhile, or is damaged
+            for session in copy.listed:
+                stored = manifests.get(name_of(tenant.id, copy.user, session))
+                if stored is None or stored.manifest.epoch != followed.copies:
+                    continue
+                for at in range(0, stored.manifest.blocks, SESSION_STEP_BLOCKS):
+                    keys += manifests.keys_of(tenant.id, stored.manifest, at, at + SESSION_STEP_BLOCKS)
+                    await asyncio.sleep(0)
+        if keys:
+            self._moves.hand_overs.queue(followed.node, tenant, copy.user, keys)
+
     async def _remove(self, tenant: Tenant, copy: pb.SessionCopy, session: str, epoch: int) -> None:
         name = name_of(tenant.id, copy.user, session)
-        if self._node.store.manifests.get(name) is not None:
-            item = SessionItem(name, SessionStep.REMOVE, Durability.WRITTEN, 0, epoch=epoch)
-            await change(self._node, item._replace(delete_blocks=copy.delete_blocks))
+        manifests = self._node.store.manifests
+        if manifests.get(name) is None:
+            return
+        keys = list[bytes]()
+        if copy.delete_blocks:
+            for some in manifests.own_keys(name):
+                keys.extend(some)
+                await asyncio.sleep(0)
+        item = SessionItem(name, SessionStep.REMOVE, Durability.WRITTEN, 0, epoch=epoch)
+        await change(self._node, item._replace(delete_blocks=copy.delete_blocks))
+        # Some of its blocks may still be on their way here.
+        for at in range(0, len(keys), SESSION_STEP_BLOCKS):
+            some_keys = keys[at : at + SESSION_STEP_BLOCKS]
+            counts = manifests.references([(tenant.id, key) for key in some_keys])
+            unnamed = frozenset(key for key, count in zip(some_keys, counts, strict=True) if not count)
+            await self._moves.delete(tenant.id, unnamed)
+            await asyncio.sleep(0)
 
     async def _remove_others(self, tenant: Tenant, copy: pb.SessionCopy, epoch: int) -> None:
         """Remove copies of a user's sessions that the home has no more."""

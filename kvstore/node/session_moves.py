@@ -260,7 +260,9 @@ class SessionMoves:
         node, names = self._node, [(tenant, key) for key in keys]
         self._upkeep.waited.cancel(names)
         found = [
-            name for name, entry in zip(names, node.store.lookup(names), strict=True) if entry is not None
+            name
+            for name, entry in zip(names, node.store.lookup(names), strict=True)
+            if entry is not None or node.store.is_putting(name)
         ]
         if found:
             ends: Ends[DeleteDone] = Ends(len(found))

@@ -83,6 +83,7 @@ class _Lot:
         self.is_known = False  # the record has been read
         self.standby = ""  # as the record has it
         self.copies = self.ticket = 0
+        self.standby_lease = 0  # of the process that gave the ticket
         self.synced: set[tuple[str, str]] = set()  # users of whose sessions the standby has all that there is
         self.retry_ns = 0  # if it has none: when one is asked again
 
@@ -133,7 +134,11 @@ class Standbys:
         if view is None or not view.members:
             return []
         ours = [one for one in lots if view.members[view.owners_of(one.term.lot)[0]].name == name]
-        return [one for one in ours if not (one.is_known and one.standby and self._may_stay(one.standby))]
+        return [
+            one
+            for one in ours
+            if not (one.is_known and one.standby and self._may_stay(one.standby)) or self._has_restarted(one)
+        ]
 
     # --- steps
 
@@ -278,7 +283,8 @@ class Standbys:
         if (lot.term, lot.lease) != (term, self._membership.primacy.lease) or not lot.is_known:
             return False
         if lot.standby:
-            return (one.tenant.name, one.user) in lot.synced and self._may_stay(lot.standby)
+            is_synced = (one.tenant.name, one.user) in lot.synced
+            return is_synced and self._may_stay(lot.standby) and not self._has_restarted(lot)
         return self._now_ns() < lot.retry_ns or not self._wanted(term.lot)
 
     async def _ensure(self, lot: _Lot, term: Term, one: _User) -> None:
@@ -294,6 +300,8 @@ class Standbys:
             lot.begin(term, primacy.lease)
         if not lot.is_known:
             await self._amend(lot)
+        if self._has_restarted(lot):
+            lot.lose()
         if lot.standby and self._may_stay(lot.standby) and await self._has_caught_up(lot, [one]):
             return
         wanted = self._wanted(term.lot)
@@ -340,6 +348,7 @@ class Standbys:
         if self._now_ns() < self._away.get(lot.standby, 0):
             raise _Away
         if not lot.ticket:
+            lot.standby_lease = self._membership.lease_of.get(lot.standby, 0)
             lot.ticket = await self._follow(lot)
         for one in users:
             if (one.tenant.name, one.user) not in lot.synced:
@@ -389,6 +398,11 @@ class Standbys:
             log.debug("%s keeps no copies of sessions: %s", lot.standby, answer.refused)
             raise _Away
         return answer.ticket
+
+    def _has_restarted(self, lot: _Lot) -> bool:
+        """Whether the standby may be another process than the one that has given the ticket."""
+        lease = self._membership.lease_of.get(lot.standby, lot.standby_lease)
+        return bool(lot.ticket) and lease != lot.standby_lease
 
     def _may_stay(self, name: str) -> bool:
         """Whether a node may go on as a standby."""

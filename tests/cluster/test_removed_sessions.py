@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from kvstore.client import ClusterBlock, Stored
+from kvstore.client import ClusterBlock, Nodes, Stored
 from kvstore.client.user_owners import UserOwners
 from kvstore.errors import DeadlineExceeded, KvError, NodeUnavailable
 from kvstore.names import block_key
+from kvstore.wire import sessions_pb2
 from tests.cluster.test_upkeep import RealCluster, command, told
 from tests.nic_offload.rig import wait_until
 from tests.stopping import stop
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from kvstore.client import Nodes, Session
+    from kvstore.client import Session
     from kvstore.demo.node_process import NodeProcess
 
 COUNT, BYTES, WAIT_S = 8, 6016, 60.0
@@ -37,9 +38,9 @@ def appended(chat: Session, keys: Sequence[bytes]) -> bool:
     return True
 
 
-def removed(chat: Session) -> bool:
+def removed(chat: Session, blocks: int = COUNT - 1) -> bool:
     try:
-        return chat.remove(delete_blocks=True) == COUNT - 1
+        return chat.remove(delete_blocks=True) == blocks
     except KvError:
         return False
 
@@ -99,6 +100,43 @@ def test_a_session_removed_with_its_blocks_leaves_none_on_any_node(tmp_path: Pat
             other.remove(delete_blocks=True)
         assert other.keys() == KEYS[:1]
         other.remove()
+
+
+def test_a_removal_that_was_not_answered_is_completed_when_repeated(tmp_path: Path) -> None:
+    """The session is gone then, and no node names its blocks any more; a third node has copies of them."""
+    with ExitStack() as stack:
+        world = RealCluster(tmp_path, stack, 3)
+        begun(world)
+        _, standby, third = roles(world)
+        pages = [(key, (key * BYTES)[:BYTES]) for key in KEYS]
+        assert {one.error for one in world.client.nodes.at(third.target).put_many_inline(pages)} == {None}
+        targets = [node.target for node in world.nodes]
+        chat = stack.enter_context(Nodes(targets, call_timeout_ms=700)).session("ada", "chat")
+        assert chat.keys() == KEYS
+        stop(standby.pid)  # the home waits longer for it than the client for the home
+        try:
+            with pytest.raises(DeadlineExceeded):
+                chat.remove(delete_blocks=True)
+        finally:
+            os.kill(standby.pid, signal.SIGCONT)
+        wait_until(lambda: removed(chat, COUNT), "all have answered", WAIT_S)
+        assert [world.there(node, KEYS)[1:] for node in world.nodes] == [REST] * 3
+
+
+def test_a_block_on_its_way_to_the_standby_is_removed_with_its_session(tmp_path: Path) -> None:
+    """A client of an earlier version has the home remove it, and asks no other node."""
+    with ExitStack() as stack:
+        world = RealCluster(tmp_path, stack, 3)
+        chat, _ = begun(world)
+        nodes = world.client.nodes
+        home, standby, _ = roles(world)
+        assert nodes.at(standby.target).delete(KEYS[1:2]) == [True]
+        stranger = world.stranger(standby, home)
+        answer = stranger.offer(KEYS[1:2])
+        request = sessions_pb2.RemoveSessionRequest(name=chat._name, delete_blocks=True)
+        assert len(chat._calls.stub.RemoveSession(request, timeout=WAIT_S).deleted) == COUNT - 1
+        assert not stranger.copy(KEYS[1], answer.ticket)
+        assert [world.there(node, KEYS)[1:] for node in (home, standby)] == [REST] * 2
 
 
 def test_what_a_former_standby_has_of_a_session_is_removed_with_its_blocks(tmp_path: Path) -> None:
