@@ -164,6 +164,8 @@ def test_a_deletion_ends_reads_of_the_nearest_copy_too(
     put, begun, goes_on, failed = InlineCalls.put, threading.Event(), threading.Event(), []
 
     def put_later(*given: object, **more: object) -> object:
+        if late not in given:  # the other one may be put back once more
+            return put(*given, **more)  # type: ignore[arg-type]
         begun.set()
         assert goes_on.wait(WAIT_S)
         try:
