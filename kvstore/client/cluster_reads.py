@@ -36,7 +36,6 @@ __all__ = ["Reads", "by_owner"]
 
 _PUT_BACK = {MissReason.UNKNOWN, MissReason.CORRUPT, MissReason.UNREADABLE}
 _NOWHERE: frozenset[int] = frozenset()
-_SPARE_LEAST_S = 0.099  # with less, a call can't outlast a hung node anyway
 R = TypeVar("R")
 
 
@@ -73,9 +72,12 @@ def by_owner(
 
 
 def _first_try_s(left_s: float) -> float:
-    """How long a node may take: half of what is left, besides the time in which a get of a hung node is given up."""
+    """How long a node may take: half of what is left, besides the time in which a get of a hung node is given up.
+
+    A call that has little more than that can't outlast a hung node: half of all that is left.
+    """
     spare_s = left_s - FETCH_CANCEL_MS / 1000
-    return min(CLUSTER_FIRST_TRY_MS / 1000, (left_s if spare_s < _SPARE_LEAST_S else spare_s) / 2)
+    return min(CLUSTER_FIRST_TRY_MS / 1000, (left_s if spare_s < left_s / 16 else spare_s) / 2)
 
 
 class Reads:
