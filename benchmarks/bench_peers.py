@@ -11,8 +11,8 @@ by default.
  - *fabric*: plain writes of the node's provider, and a word in return. *drive*: io_uring with O_DIRECT, at depth 16 for
    batches, one operation for one block; each of its operations is run next to ours.
 
-For Redis, `landed` is a SET and `hot` a GET. `cold` is read from the drive after a restart
-of the node; Redis has no counterpart.
+For Redis, `landed` is a SET and `hot` a GET. `cold` is read from the drive after a restart of
+the node; Redis has no counterpart.
 """
 
 from __future__ import annotations

@@ -109,12 +109,8 @@ class Gets:
         name = (item.tenant, item.key)
         if result < 0:
             self._keeping.unreadable(name, entry.generation, wipe=True)
-            self._missed(read, MissReason.UNREADABLE, os.strerror(-result))
-            return
-        try:
-            found = self._codec.open_record(item.slot_address, result, entry.offset)
-        except StorageError as error:  # the keys can't be read now
-            self._missed(read, MissReason.UNREADABLE, str(error))
+        found = self._opened(read, result)
+        if found is None:
             return
         # Another record's valid header must not be wiped.
         is_its = is_header_of(found, name, entry)
@@ -123,8 +119,7 @@ class Gets:
             self._keeping.unreadable(name, entry.generation, wipe=not is_foreign)
             self._missed(read, MissReason.UNREADABLE, "only the header could be read")
         elif is_its:
-            hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation, was_read=True)
-            self.completions.add(read.done, hit)
+            self._found(read)
         elif found is Flaw.NO_KEY:
             if not self._keeping.erasing[item.tenant]:
                 with suppress(StorageError):  # a read-only drive keeps it in its index
@@ -139,19 +134,29 @@ class Gets:
     def _arrived_unrequested(self, read: _Read, result: int) -> None:
         item, entry = read.item, read.entry
         self._extents.unpin(entry.offset // PAGE_BYTES)
-        if result < 0:
-            self._missed(read, MissReason.UNREADABLE, os.strerror(-result))
-            return
-        try:
-            found = self._codec.open_record(item.slot_address, result, entry.offset)
-        except StorageError as error:
-            self._missed(read, MissReason.UNREADABLE, str(error))
+        found = self._opened(read, result)
+        if found is None:
             return
         if is_header_of(found, (item.tenant, item.key), entry):
-            hit = GetDone(item.tag, None, entry.length, entry.crc32c, entry.generation, was_read=True)
-            self.completions.add(read.done, hit)
+            self._found(read)
         else:
             self._missed(read, MissReason.CORRUPT)
+
+    def _opened(self, read: _Read, result: int) -> Header | Flaw | None:
+        """Return the header that was read, and decrypt the block; None if that can't be done, which is reported."""
+        if result < 0:
+            self._missed(read, MissReason.UNREADABLE, os.strerror(-result))
+            return None
+        try:
+            return self._codec.open_record(read.item.slot_address, result, read.entry.offset)
+        except StorageError as error:  # the keys can't be read now
+            self._missed(read, MissReason.UNREADABLE, str(error))
+            return None
+
+    def _found(self, read: _Read) -> None:
+        entry = read.entry
+        hit = GetDone(read.item.tag, None, entry.length, entry.crc32c, entry.generation, was_read=True)
+        self.completions.add(read.done, hit)
 
     def _missed(self, read: _Read, reason: MissReason, detail: str = "") -> None:
         self.completions.add(read.done, GetDone(read.item.tag, Miss(reason, detail), was_read=True))
