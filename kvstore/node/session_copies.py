@@ -130,6 +130,8 @@ class SessionCopies:
             if copy.is_list:
                 await self._remove_others(tenant, copy, followed.copies)
                 await self._send_blocks(tenant, copy, followed)
+                if copy.is_complete:
+                    self._moves.leftovers.note(tenant.name, copy.user, followed.copies)
             elif copy.removed:
                 await self._remove(tenant, copy, copy.session, followed.copies)
             else:

@@ -87,10 +87,14 @@ class HandOvers:
         peers: Peers,
         upkeep: Upkeep,
         take: Callable[[str, str], Awaitable[str]],
+        note_taken: Callable[[str, str, str, int], Awaitable[None]],
     ) -> None:
-        """`take`: takes a user's sessions here now; returns why not yet, or ""."""
+        """`take`: takes a user's sessions here now; returns why not yet, or "".
+
+        `note_taken`: notes that a member has a user's sessions, in an epoch.
+        """
         self._node, self._tenants, self._membership, self._peers = node, tenants, membership, peers
-        self._upkeep, self._take_here = upkeep, take
+        self._upkeep, self._take_here, self._note_taken = upkeep, take, note_taken
         self._known: OrderedDict[_User, bool] = (
             OrderedDict()
         )  # the last used last; whether they have been taken
@@ -287,7 +291,9 @@ class HandOvers:
             return error.code() is grpc.StatusCode.UNIMPLEMENTED  # an earlier version never will
         if answer.refused:
             log.debug("%s does not take sessions yet: %s", home.node, answer.refused)
-        return not answer.refused
+            return False
+        await self._note_taken(*one, home.name, answer.epoch)
+        return True
 
     async def _count_unnamed(self) -> int:
         """How many sessions here are of users whose names are not known."""

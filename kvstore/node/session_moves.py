@@ -37,6 +37,7 @@ from kvstore.node.calls import Ends
 from kvstore.node.session_changes import change, to_its_end
 from kvstore.node.session_copies import SessionCopies
 from kvstore.node.session_hand_overs import HandOvers
+from kvstore.node.session_leftovers import Leftovers
 from kvstore.node.session_names import check_text, name_of
 from kvstore.node.session_standbys import Standbys
 from kvstore.node.upkeep_service import UPKEEP
@@ -86,7 +87,10 @@ class SessionMoves:
         self.taken_sessions = 0  # since the node started
         self.standbys = Standbys(node, tenants, membership, peers, self)
         self.copies = SessionCopies(node, tenants, membership, self)
-        self.hand_overs = HandOvers(node, tenants, membership, peers, upkeep, self._take_named)
+        self.leftovers = Leftovers(node, tenants, membership)
+        self.hand_overs = HandOvers(
+            node, tenants, membership, peers, upkeep, self._take_named, self.leftovers.note_taken
+        )
 
     @property
     def replicas(self) -> int:
@@ -96,11 +100,13 @@ class SessionMoves:
     def start(self) -> None:
         """Start what is done in the background."""
         self.hand_overs.start()
+        self.leftovers.start()
         self.standbys.start()
 
     async def close(self) -> None:
         """Stop; a step that waits for its user's sessions fails."""
         await self.standbys.close()
+        await self.leftovers.close()
         await self.hand_overs.close()
         for task in list(self._arriving.values()):
             task.cancel()
@@ -119,23 +125,23 @@ class SessionMoves:
                 task.add_done_callback(lambda _: self._arriving.pop(key))
             await asyncio.shield(task)
 
-    async def take(self, tenant: Tenant, user: str) -> str:
-        """Take a user's sessions now; why that can't be done yet, or ""."""
+    async def take(self, tenant: Tenant, user: str) -> pb.TakeSessionsResponse:
+        """Take a user's sessions now, or say why that can't be done yet."""
         check_text("user", user)
         if not self._upkeep.waited.may_lack_more:
-            return "The node still receives the blocks of other sessions."
+            return pb.TakeSessionsResponse(refused="The node still receives the blocks of other sessions.")
         primacy = self._membership.primacy
         try:
             term = await primacy.enter(self._tenants.placed_as(tenant.name), user)
             await self.arrive(term, tenant, user)
             await self.standbys.prepare(term, tenant, user)
         except WrongEpoch as error:
-            return str(error)
-        return ""
+            return pb.TakeSessionsResponse(refused=str(error))
+        return pb.TakeSessionsResponse(epoch=primacy.recorded_epoch(term))
 
     async def _take_named(self, tenant: str, user: str) -> str:
         try:
-            return await self.take(self._tenants.copied(tenant), user)
+            return (await self.take(self._tenants.copied(tenant), user)).refused
         except KvError as error:
             return str(error)
 
@@ -155,6 +161,7 @@ class SessionMoves:
                 "The node has not taken the user's sessions over from their former home's standby yet."
             )
         await self._membership.primacy.note_taken(term, tenant.name, user)
+        self.leftovers.note(tenant.name, user, term.epoch)
 
     async def _ask(self, ticket: int, takeover: Takeover, expected: _Expected) -> bool:
         """Have a user's sessions sent here, as far as anybody can; False if a standby has not sent what it has."""
@@ -290,6 +297,7 @@ class SessionMoves:
                 earlier_standby=takeover.standby,
                 earlier_copies=takeover.copies,
             )
+        self.hand_overs.note(tenant.name, request.user)  # the member will have said that it has them
         keys, answer = list[bytes](), pb.SendSessionsResponse()
         async for session in self.sessions_of(tenant, request):
             if request.node == self._membership.name:

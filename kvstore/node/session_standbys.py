@@ -364,7 +364,8 @@ class Standbys:
             if (keys := keys + len(copy.keys)) >= SESSION_BLOCKS_MAX:
                 await self._send(lot, some)
                 some, keys = [], 0
-        await self._send(lot, [*some, self._new_copy(one, is_list=True, listed=listed)])
+        has_all = self._membership.primacy.untaken(lot.term, one.tenant.name, one.user) is None
+        await self._send(lot, [*some, self._new_copy(one, is_list=True, listed=listed, is_complete=has_all)])
 
     async def _copies(self, lot: _Lot, one: _User) -> AsyncIterator[pb.SessionCopy]:
         primacy = self._membership.primacy

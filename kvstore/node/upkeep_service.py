@@ -248,7 +248,7 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
             tenant = self._gate.enter_node("take sessions", context, request.tenant)
             if (upkeep := self._node.upkeep) is None:
                 return pb.TakeSessionsResponse()
-            return pb.TakeSessionsResponse(refused=await upkeep.moves.take(tenant, request.user))
+            return await upkeep.moves.take(tenant, request.user)
         raise AssertionError
 
     async def SendSessions(  # noqa: N802

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 3fb150f86734fce8b9983b1eb5e8ce38
+# Generated from proto sources with BLAKE2b 5b4ae54189abd5e59ca46410178d8dba
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping

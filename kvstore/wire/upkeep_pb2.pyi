@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 3fb150f86734fce8b9983b1eb5e8ce38
+# Generated from proto sources with BLAKE2b 5b4ae54189abd5e59ca46410178d8dba
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from kvstore.wire import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers
@@ -136,10 +136,12 @@ class TakeSessionsRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., user: _Optional[str] = ...) -> None: ...
 
 class TakeSessionsResponse(_message.Message):
-    __slots__ = ("refused",)
+    __slots__ = ("refused", "epoch")
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     refused: str
-    def __init__(self, refused: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, refused: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class SendSessionsRequest(_message.Message):
     __slots__ = ("node", "ticket", "tenant", "user", "epoch")
@@ -216,7 +218,7 @@ class FollowSessionsResponse(_message.Message):
     def __init__(self, refused: _Optional[str] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class SessionCopy(_message.Message):
-    __slots__ = ("ticket", "tenant", "user", "session", "removed", "first_block", "last_key", "keys", "first_turn", "turns", "expires_unix_ms", "protected_blocks", "deleted", "is_list", "listed", "delete_blocks")
+    __slots__ = ("ticket", "tenant", "user", "session", "removed", "first_block", "last_key", "keys", "first_turn", "turns", "expires_unix_ms", "protected_blocks", "deleted", "is_list", "listed", "delete_blocks", "is_complete")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
@@ -233,6 +235,7 @@ class SessionCopy(_message.Message):
     IS_LIST_FIELD_NUMBER: _ClassVar[int]
     LISTED_FIELD_NUMBER: _ClassVar[int]
     DELETE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     tenant: str
     user: str
@@ -249,7 +252,8 @@ class SessionCopy(_message.Message):
     is_list: bool
     listed: _containers.RepeatedScalarFieldContainer[str]
     delete_blocks: bool
-    def __init__(self, ticket: _Optional[int] = ..., tenant: _Optional[str] = ..., user: _Optional[str] = ..., session: _Optional[str] = ..., removed: bool = ..., first_block: _Optional[int] = ..., last_key: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., first_turn: _Optional[int] = ..., turns: _Optional[_Iterable[_Union[_sessions_pb2.Turn, _Mapping]]] = ..., expires_unix_ms: _Optional[int] = ..., protected_blocks: _Optional[int] = ..., deleted: _Optional[_Iterable[bytes]] = ..., is_list: bool = ..., listed: _Optional[_Iterable[str]] = ..., delete_blocks: bool = ...) -> None: ...
+    is_complete: bool
+    def __init__(self, ticket: _Optional[int] = ..., tenant: _Optional[str] = ..., user: _Optional[str] = ..., session: _Optional[str] = ..., removed: bool = ..., first_block: _Optional[int] = ..., last_key: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., first_turn: _Optional[int] = ..., turns: _Optional[_Iterable[_Union[_sessions_pb2.Turn, _Mapping]]] = ..., expires_unix_ms: _Optional[int] = ..., protected_blocks: _Optional[int] = ..., deleted: _Optional[_Iterable[bytes]] = ..., is_list: bool = ..., listed: _Optional[_Iterable[str]] = ..., delete_blocks: bool = ..., is_complete: bool = ...) -> None: ...
 
 class CopySessionsRequest(_message.Message):
     __slots__ = ("copies",)

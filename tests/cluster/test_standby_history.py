@@ -16,7 +16,17 @@ from kvstore.limits import SESSIONS_TAKING_MS
 from kvstore.wire import upkeep_pb2 as pb
 from tests.cluster.history import End, faults
 from tests.cluster.simulated import run
-from tests.cluster.test_primacy import CLIENTS, FAILOVER_S, SEEDS, STEPS, TENANT, Node, SimulatedHomes, orders
+from tests.cluster.simulated_homes import (
+    CLIENTS,
+    FAILOVER_S,
+    SEEDS,
+    STEPS,
+    TENANT,
+    Node,
+    SimulatedHomes,
+    nothing,
+    orders,
+)
 
 HARMS = 6
 
@@ -95,7 +105,7 @@ class AllAtOnce(SimulatedHomes):
 
 class Count:
     def __init__(self) -> None:
-        self.done = self.copied = 0
+        self.done = self.copied = self.removed = 0
 
     async def history(self, world: SimulatedHomes, harms: int, *, may_lose: bool) -> None:
         leases = asyncio.create_task(world.etcd.run())
@@ -114,6 +124,7 @@ class Count:
         leases.cancel()
         self.done += sum(one.end is End.DONE for one in world.history)
         self.copied += world.copied
+        self.removed += world.removed
 
 
 @pytest.mark.parametrize("tenth", range(10))
@@ -127,6 +138,7 @@ def test_no_acknowledged_step_is_lost_with_one_node(tenth: int) -> None:
             raise
     assert count.done > 10 * SEEDS / 10
     assert count.copied > SEEDS / 10
+    assert count.removed > 0, "what is over is removed"
 
 
 @pytest.mark.parametrize("fifth", range(5))
@@ -228,6 +240,28 @@ async def taken_over(node: Node, user: str) -> list[str]:
     await node.moves.arrive(term, TENANT, user)
     epoch, values = node.drive.get(user, (-1, []))
     return values if epoch == term.epoch else []
+
+
+def test_a_home_that_is_one_again_has_nothing_removed_before_it_has_taken_it() -> None:
+    """Another user of the lot has it find a standby, which is the node that has the user's sessions."""
+
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, standby, _ = await a_home_and_its_standby(world, "ada")
+        await home.membership.announce(DRAINING)
+        assert await taken_over(standby, "ada") == ["v1"]
+        standby.moves.hand_overs.note = nothing
+        await append(standby, await standby.primacy.enter("", "ada"), "ada", "v2")
+        await home.membership.announce("")
+        await asyncio.sleep(FAILOVER_S)
+        term = await home.primacy.enter("", "ada")
+        await home.moves.standbys.prepare(term, TENANT, "grace")
+        assert (await home.primacy.amend(term)).standby == standby.name
+        assert await taken_over(home, "ada") == ["v1", "v2"]
+        leases.cancel()
+
+    run(history())
 
 
 def test_a_ticket_is_void_once_the_lot_has_another_home() -> None:

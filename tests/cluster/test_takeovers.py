@@ -21,7 +21,7 @@ from kvstore.errors import WrongEpoch
 from kvstore.limits import SESSIONS_TAKING_MS
 from tests.cluster.simulated import FakeEtcd
 from tests.cluster.simulated import run as run_simulated
-from tests.cluster.test_primacy import Node
+from tests.cluster.simulated_homes import Node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -1,0 +1,79 @@
+"""What sessions leave on nodes that were the home or the standby of their users: it is removed with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvstore.errors import KvError
+from tests.cluster.ahead import made_ahead
+from tests.cluster.test_session_moves import USERS, Conversations
+from tests.cluster.test_upkeep import RealCluster, command
+from tests.nic_offload.rig import wait_until
+from tests.node.test_http import http_url, values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import ExitStack
+    from pathlib import Path
+
+    from tests.cluster.ahead import Ahead
+
+WAIT_S = 60.0
+
+
+def begun(folder: Path, stack: ExitStack) -> Conversations:
+    chats = Conversations(RealCluster(folder, stack, 3, ("--http", "127.0.0.1:0", "--ui")))
+    chats.begin()
+    return chats
+
+
+triples = made_ahead("chats", begun)
+
+
+@pytest.fixture
+def chats(triples: Ahead[Conversations]) -> Iterator[Conversations]:
+    """Conversations on three nodes."""
+    with triples.one() as chats:
+        yield chats
+
+
+def is_removed(chats: Conversations, user: str) -> bool:
+    try:
+        chats.nodes.session(user, "chat").remove(delete_blocks=True)
+    except KvError:
+        return False
+    return True
+
+
+def stored(chats: Conversations) -> list[int]:
+    """How many sessions each node has on its drive."""
+    return [int(values(http_url(node))["kvstore_sessions",]) for node in chats.world.nodes]
+
+
+def test_sessions_that_moved_and_were_removed_leave_nothing_on_any_node(chats: Conversations) -> None:
+    """Else each change of home would leave pages that count against the tenant's quota."""
+    world = chats.world
+    first, second, _ = world.nodes
+    for node in (first, second):
+        assert command("drain", node.target).returncode == 0
+        world.settled()
+        assert command("join", node.target).returncode == 0
+        world.settled()
+    assert command("drain", first.target).returncode == 0
+    for user in USERS:
+        wait_until(lambda user=user: is_removed(chats, user), "it is removed with its blocks", WAIT_S)  # type: ignore[misc]
+    assert command("join", first.target).returncode == 0
+    wait_until(lambda: stored(chats) == [0, 0, 0], "nothing is left", WAIT_S)
+
+
+def test_a_session_that_moved_stays_while_its_former_home_has_blocks_of_it(chats: Conversations) -> None:
+    """They would be copied to other nodes if no session named them."""
+    first = chats.world.nodes[0]
+    moved = [user for user, home in chats.homes().items() if home == first.target]
+    assert command("drain", first.target).returncode == 0
+    before = stored(chats)
+    for user in moved:
+        assert chats.is_whole(user)
+    assert stored(chats)[0] == before[0] >= len(moved)
