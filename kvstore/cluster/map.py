@@ -187,16 +187,13 @@ class Map:
         return self.members[self.owners(tenant.encode(), user.encode())[0]]
 
     def owners(self, tenant: bytes, key: bytes) -> tuple[int, ...]:
-        """The first owners of a block as indices of members, at most `OWNERS_MAX`; then all that are draining.
-
-        The map must not be empty.
-        """
+        """The first owners of a block as indices of members, at most `OWNERS_MAX`; then all that are draining."""
         return self.owners_of(self.lot_of(tenant, key))
 
     def owners_of_each(self, tenant: bytes, keys: Iterable[bytes]) -> Iterator[tuple[int, ...]]:
         """As `owners`, for many keys."""
         lots = [self.lot_of(tenant, key) for key in keys]
-        if isinstance(self._placement, Owners):
+        if self.members and isinstance(self._placement, Owners):
             self._placement.draw(lots)
         return map(self.owners_of, lots)
 
@@ -205,7 +202,9 @@ class Map:
         return lot_of(tenant, key, self.lots)
 
     def owners_of(self, lot: int) -> tuple[int, ...]:
-        """The owners of a lot's blocks."""
+        """The owners of a lot's blocks; none if the map is empty."""
+        if not self.members:
+            return ()
         order = self._placement.order_of(lot)[:OWNERS_MAX]
         return order if not self.draining else tuple(self._staying[at] for at in order) + self.draining
 

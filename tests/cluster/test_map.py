@@ -224,6 +224,10 @@ def test_of_two_members_at_one_address_one_is_on_the_map() -> None:
     assert Map.of(1, [Member("b", "h:1"), Member("a", "h:1")]).members == (Member("a", "h:1"),)
 
 
-def test_without_members_no_user_has_a_home() -> None:
-    assert Map(0).home("acme", "user") is None
-    assert Map(0).shares() == []
+@EVERY_LOTS
+def test_without_members_no_user_has_a_home_and_no_block_an_owner(lots: int) -> None:
+    empty = Map.of(0, [], lots=lots)
+    assert empty.home("acme", "user") is None
+    assert empty.shares() == []
+    assert empty.owners(b"acme", b"key") == ()
+    assert list(empty.owners_of_each(b"acme", [b"key", b"other"])) == [(), ()]
