@@ -130,18 +130,25 @@ class Removals:
         """Ask all nodes of a map; their answers, the maps that its members used, and an error of a node."""
         everywhere = {one.node: [0] for one in (*now.members, *now.absent)}
         answers: Mapping[str, A | KvError] = self._each(everywhere, lambda client, _: ask(client))
-        digests, failure = set[int](), None
+        digests, failure, alone = set[int](), None, list[str]()
         for one in now.members:
             answer = answers[one.node]
             if isinstance(answer, KvError):
                 failure = failure or answer
                 continue
             digests |= answer.digests
+            alone += [one.node] * (0 in answer.digests)
             if one.name != one.node and answer.nodes - {one.name, ""}:  # else it was given by its address
                 failure = failure or NodeUnavailable(
                     f"{one.node} is no longer the cluster's member {one.name} but another node, and what that member"
                     " has may come back with it. Repeat the call."
                 )
+        if alone and digests != {0}:
+            failure = failure or NodeUnavailable(
+                f"{alone[0]} can't say by which map it was asked: it is of an earlier version, or in no cluster. All"
+                " nodes have done it, but a copy that was on its way may be left. Repeat the call when it was upgraded,"
+                " or is off the map."
+            )
         for one in now.absent:
             answer = answers[one.node]
             if isinstance(answer, KvError) or answer.nodes - {one.name}:

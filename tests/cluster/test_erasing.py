@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import pytest
 
 from kvstore.client import ClusterClient, Stored
 from kvstore.client.cluster_removals import Removals
+from kvstore.client.erasing import Erased, ErasingCalls
 from kvstore.clock import SystemClock
 from kvstore.cluster.map import Map, Member
 from kvstore.errors import DeadlineExceeded, NodeUnavailable
@@ -166,6 +168,22 @@ def test_an_erasure_is_not_acknowledged_while_a_node_is_absent_or_has_another_ma
     with pytest.raises(IN_VAIN):
         world.client.erase_user("nobody", timeout_s=0.5)
     assert len(rounds) > 1, "whoever was asked first may have taken copies again"
+
+
+def test_an_erasure_of_which_a_node_of_an_earlier_version_can_not_say_enough_is_an_error_at_once(
+    world: RealCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, old = ErasingCalls.user, world.nodes[0].target
+
+    def erased(self: ErasingCalls, name: str, timeout_s: float) -> Erased:
+        done = user(self, name, timeout_s)
+        return done._replace(digests={0}) if self._node == old else done
+
+    monkeypatch.setattr(ErasingCalls, "user", erased)
+    began_s = time.monotonic()
+    with pytest.raises(NodeUnavailable, match=f"{old} can't say by which map.* earlier version"):
+        world.client.erase_user("nobody", timeout_s=10)
+    assert time.monotonic() - began_s < 8
 
 
 def test_the_command_erases_on_every_node_and_prints_each_receipt(world: RealCluster) -> None:
