@@ -14,7 +14,9 @@ so every prompt comes from the drive. Each answer is compared with that of the p
 
 How fast a tier behind the pool can be is measured as well. vLLM's own example of a tier only lists what it was given,
 and moves no bytes: with it the pool takes as long as vLLM needs for any tier. One copy of the bytes comes on top, and
-from the drive the time in which the drive alone reads as many.
+from the drive the time in which the drive alone reads as many. A first or hot re-read is one copy as well, and vLLM's
+pool alone shows how long the engine takes for one: where that is more than the goal, on a slow machine, it is the
+limit.
 
 The results are medians of the rounds, and how much longer each way takes than the plain engine's hits beside it.
 vLLM's worker for GPUs is replaced by copies on the CPU (`tests.engines.cpu_pool`). It needs `.venv-engines` (`make
@@ -277,7 +279,7 @@ class _Shape:
                         f"{name}: {way}, {state}, added {what}",
                         statistics.median(self._added(way, state, what)),
                         "ms",
-                        goal=_GOALS.get((way, state)) if what == "TTFT" else None,
+                        goal=self._goal_ms(way, state) if what == "TTFT" else None,
                         lower_is_better=True,
                     )
         for way in (_TIER, _CONNECTOR):
@@ -298,6 +300,13 @@ class _Shape:
         self._limited(form, name, "pool emptied", "vLLM's own share and one copy", share)
         share = [own + ms for own, ms in zip(share, read, strict=True)]
         self._limited(form, name, _FROM_DRIVE, "vLLM's own share, one copy, and the drive alone", share)
+
+    def _goal_ms(self, way: str, state: str) -> float | None:
+        """How much longer than the plain engine's own cache: our goal, or what vLLM's pool takes on a slow machine."""
+        goal = _GOALS.get((way, state))
+        if goal is None or state == "own":
+            return goal
+        return max(goal, _LIMIT_GOAL * statistics.median(self._added(_POOL, state)))
 
     def _bare_ms(self, way: str, state: str, what: str) -> list[float]:
         """A plain engine's times beside these, by round: the hits of one, or what the slower one computed."""

@@ -52,7 +52,7 @@ _CLIENTS = 4
 _CLIENT_BYTES = 128 * _MIB  # of each: enough to make the moment small in which they start one after the other
 _CLIENT_CAPACITY, _CLIENT_HOT = "4GiB", "2GiB"
 _KILLS, _KILL_BATCH, _KILL_CALLS = 3, 64, 4
-_IDLE_S = 2.0
+_IDLE_S = 10.0  # twice the time between two of its checks of all connections
 _IDLE_AFTER_S = 5.0  # after which an idle node ticks at its lowest rate
 _READABLE = 16
 

@@ -49,13 +49,14 @@ def store_at_cadence(path: str, count: int, cadence_us: int) -> None:
     """Run in the other process: store 1, 2, 3, ... and report the time of each store."""
     stored_ns = []
     with FlagWords.open(path) as flags:
+        word = flags[0]
         sys.stdin.readline()
         due_ns = time.monotonic_ns()
         for i in range(count):
             due_ns += cadence_us * 1000
             time.sleep(max(0, due_ns - time.monotonic_ns()) / 1e9)
             stored_ns.append(time.monotonic_ns())
-            flags[0].store(i + 1)
+            word.store(i + 1)
         time.sleep(cadence_us / 1e6)  # its own end is not timed
     print(*stored_ns, flush=True)
 
