@@ -425,7 +425,7 @@ SLABS_KEPT = 8  # by a client, for the next
 WINDOWS_AHEAD = 3  # of one get in flight at a time, a slab's worth each
 
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for the client to read one chunk of a get
-INLINE_CHUNK_BYTES = 256 << 10  # of a block sent over gRPC
+INLINE_CHUNK_BYTES = 1 << 20  # of blocks sent over gRPC: each message costs Python as much as a copy of it
 CHUNK_BYTES_MAX = 4 << 20  # of one that a client sends
 MESSAGE_BYTES_MAX = (8 << 20) + (
     64 << 10

@@ -32,7 +32,6 @@ from kvstore.limits import (
     GUARD_ANSWER_BYTES_MIN,
     GUARD_ANSWERS_BYTES_MAX,
     GUARD_FIRST_MESSAGE_MS,
-    INLINE_CHUNK_BYTES,
     INLINE_TIMEOUT_MS,
     MESSAGE_SMALL_BYTES_MAX,
     METADATA_MAX,
@@ -175,7 +174,7 @@ class Authenticator(grpc.aio.ServerInterceptor):
 
     def _lend(self, who: str | None, length: int, context: Context) -> None:
         """Keep an answer until its caller has read it; Overloaded if it is large and too many are kept."""
-        if length > INLINE_CHUNK_BYTES:  # a smaller one is kept: its call has been executed
+        if length > MESSAGE_SMALL_BYTES_MAX:  # a smaller one is kept: its call has been executed
             self._refuse_more_answers(who, length)
         size_bytes = max(length, GUARD_ANSWER_BYTES_MIN)
         self._answers.take(who, size_bytes)

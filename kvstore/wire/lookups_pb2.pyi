@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 5b4ae54189abd5e59ca46410178d8dba
+# Generated from proto sources with BLAKE2b 0a14e656b121ef7dabf4553c86f2a4e6
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor

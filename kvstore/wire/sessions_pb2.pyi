@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 5b4ae54189abd5e59ca46410178d8dba
+# Generated from proto sources with BLAKE2b 0a14e656b121ef7dabf4553c86f2a4e6
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

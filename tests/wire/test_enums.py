@@ -60,7 +60,7 @@ def test_the_documented_limits_are_the_actual_ones(text: str) -> None:
     assert f"A key has {limits.KEY_BYTES} bytes" in text
     assert f"to {limits.BLOCK_BYTES_MAX // mib} MiB" in text
     assert f"a chunk at most {limits.CHUNK_BYTES_MAX // mib} MiB" in text
-    assert f"{limits.INLINE_CHUNK_BYTES >> 10} KiB" in text
+    assert f"{limits.INLINE_CHUNK_BYTES >> 20} MiB" in text
     assert f"1 to {limits.BATCH_BLOCKS_MAX:,} blocks" in text
     assert f"{limits.SESSION_BLOCKS_MAX:,}" in text
     assert f"{limits.MESSAGE_BYTES_MAX // mib} MiB and {limits.MESSAGE_BYTES_MAX % mib >> 10} KiB" in text
