@@ -259,6 +259,14 @@ def test_a_home_that_is_one_again_has_nothing_removed_before_it_has_taken_it() -
         await home.moves.standbys.prepare(term, TENANT, "grace")
         assert (await home.primacy.amend(term)).standby == standby.name
         assert await taken_over(home, "ada") == ["v1", "v2"]
+        async with home.moves.standbys.reading(term, TENANT, "ada"):
+            pass
+        record = await home.primacy.amend(term)
+        assert (record.standby, standby.drive["ada"]) == (standby.name, (record.copies, ["v1", "v2"]))
+        await world.nodes.pop(home.name).end(kindly=False)
+        assert await taken_over(standby, "ada") == ["v1", "v2"], (
+            "the standby has what came after it was named"
+        )
         leases.cancel()
 
     run(history())
