@@ -87,11 +87,11 @@ class HandOvers:
         peers: Peers,
         upkeep: Upkeep,
         take: Callable[[str, str], Awaitable[str]],
-        note_taken: Callable[[str, str, str, int], Awaitable[None]],
+        note_taken: Callable[[str, str, str, int], Awaitable[bool]],
     ) -> None:
         """`take`: takes a user's sessions here now; returns why not yet, or "".
 
-        `note_taken`: notes that a member has a user's sessions, in an epoch.
+        `note_taken`: notes that a member has a user's sessions, in an epoch; False if that must be tried again.
         """
         self._node, self._tenants, self._membership, self._peers = node, tenants, membership, peers
         self._upkeep, self._take_here, self._note_taken = upkeep, take, note_taken
@@ -292,8 +292,7 @@ class HandOvers:
         if answer.refused:
             log.debug("%s does not take sessions yet: %s", home.node, answer.refused)
             return False
-        await self._note_taken(*one, home.name, answer.epoch)
-        return True
+        return await self._note_taken(*one, home.name, answer.epoch)
 
     async def _count_unnamed(self) -> int:
         """How many sessions here are of users whose names are not known."""

@@ -341,6 +341,34 @@ def test_what_a_home_has_taken_in_part_is_sent_to_the_next_one() -> None:
     run(history())
 
 
+def test_what_a_former_home_could_not_ask_etcd_about_is_asked_again() -> None:
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, other, _ = await a_home_and_its_standby(world, "ada")
+        other.way.is_away = True
+        assert not await other.moves.leftovers.note_taken("", "ada", home.name, 0)
+        other.way.is_away = False
+        assert await other.moves.leftovers.note_taken("", "ada", home.name, 0)
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_term_of_an_earlier_history_of_etcd_has_no_epoch_for_other_nodes() -> None:
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, _, term = await a_home_and_its_standby(world, "ada")
+        await world.etcd.restore()
+        await asyncio.sleep(FAILOVER_S)
+        with pytest.raises(WrongEpoch, match="has lost its data"):
+            home.primacy.recorded_epoch(term)
+        leases.cancel()
+
+    run(history())
+
+
 def test_a_ticket_is_void_once_the_lot_has_another_home() -> None:
     async def history() -> None:
         world = OneAtATime(1)
