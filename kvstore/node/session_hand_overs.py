@@ -74,6 +74,7 @@ class _Home(NamedTuple):
     name: str
     lease: int
     is_told: bool  # that this node drains
+    own_lease: int  # this node's, by then: if it has another one, it may have been replaced meanwhile
 
 
 class HandOvers:
@@ -253,13 +254,14 @@ class HandOvers:
         """The home of a user whose sessions are copied here, if it may not know that.
 
         It may be another one than the home that sent them; or the same, restarted, when it knows no users; or it needs
-        another standby, because this node drains.
+        another standby, because this node drains; or has found one, while this node was off the map.
         """
         home = self._membership.map.home(self._tenants.placed_as(one[0]), one[1])
         return None if home is None or self._copied.get(one) in {None, self._as_home(home.name)} else home
 
     def _as_home(self, name: str) -> _Home:
-        return _Home(name, self._membership.lease_of.get(name, 0), self._upkeep.is_draining)
+        lease_of, own_lease = self._membership.lease_of, self._membership.lease
+        return _Home(name, lease_of.get(name, 0), self._upkeep.is_draining, own_lease)
 
     def _new_home(self, one: _User) -> Member | None:
         """The home of a user, if that is another node, and the user has sessions here that it has not taken."""
