@@ -246,12 +246,18 @@ class Primacy:
 
     async def record(self, lot: int) -> Record | None:
         """The record of a lot, now; WrongEpoch if etcd does not answer."""
+        history = self._history
         try:
-            return _record((await self._etcd.value(self._etcd.reach.lots + b"%04d" % lot)).value)
+            found = await self._etcd.value(self._etcd.reach.lots + b"%04d" % lot)
         except EtcdAway as error:
             raise WrongEpoch(
                 f"The node can't find out which node orders this user's sessions: {error}"
             ) from error
+        if history != self._history:  # its epochs may be of an earlier one
+            raise WrongEpoch(
+                "etcd has lost its data since the node asked which one orders this user's sessions."
+            )
+        return _record(found.value)
 
     @property
     def lease(self) -> int:
@@ -264,8 +270,10 @@ class Primacy:
         return self._views[-1][1] if self._views else None
 
     def recorded_epoch(self, term: Term) -> int:
-        """The epoch of a term by etcd's record."""
-        return term.epoch - self._losses * SESSIONS_EPOCHS_MAX
+        """The epoch of a term by etcd's record; WrongEpoch if it was of an earlier history."""
+        if (epoch := term.epoch - self._losses * SESSIONS_EPOCHS_MAX) < 0:
+            raise WrongEpoch("etcd has lost its data since the node ordered this user's sessions.")
+        return epoch
 
     def own_epoch(self, epoch: int) -> int:
         """The epoch in which this node's sessions are, for one of etcd's record in its present history."""

@@ -74,6 +74,7 @@ class _Home(NamedTuple):
     name: str
     lease: int
     is_told: bool  # that this node drains
+    own_lease: int  # this node's, by then: if it has another one, it may have been replaced meanwhile
 
 
 class HandOvers:
@@ -87,11 +88,11 @@ class HandOvers:
         peers: Peers,
         upkeep: Upkeep,
         take: Callable[[str, str], Awaitable[str]],
-        note_taken: Callable[[str, str, str, int], Awaitable[None]],
+        note_taken: Callable[[str, str, str, int], Awaitable[bool]],
     ) -> None:
         """`take`: takes a user's sessions here now; returns why not yet, or "".
 
-        `note_taken`: notes that a member has a user's sessions, in an epoch.
+        `note_taken`: notes that a member has a user's sessions, in an epoch; False if that must be tried again.
         """
         self._node, self._tenants, self._membership, self._peers = node, tenants, membership, peers
         self._upkeep, self._take_here, self._note_taken = upkeep, take, note_taken
@@ -253,13 +254,14 @@ class HandOvers:
         """The home of a user whose sessions are copied here, if it may not know that.
 
         It may be another one than the home that sent them; or the same, restarted, when it knows no users; or it needs
-        another standby, because this node drains.
+        another standby, because this node drains; or has found one, while this node was off the map.
         """
         home = self._membership.map.home(self._tenants.placed_as(one[0]), one[1])
         return None if home is None or self._copied.get(one) in {None, self._as_home(home.name)} else home
 
     def _as_home(self, name: str) -> _Home:
-        return _Home(name, self._membership.lease_of.get(name, 0), self._upkeep.is_draining)
+        lease_of, own_lease = self._membership.lease_of, self._membership.lease
+        return _Home(name, lease_of.get(name, 0), self._upkeep.is_draining, own_lease)
 
     def _new_home(self, one: _User) -> Member | None:
         """The home of a user, if that is another node, and the user has sessions here that it has not taken."""
@@ -292,8 +294,7 @@ class HandOvers:
         if answer.refused:
             log.debug("%s does not take sessions yet: %s", home.node, answer.refused)
             return False
-        await self._note_taken(*one, home.name, answer.epoch)
-        return True
+        return await self._note_taken(*one, home.name, answer.epoch)
 
     async def _count_unnamed(self) -> int:
         """How many sessions here are of users whose names are not known."""

@@ -76,16 +76,22 @@ class Leftovers:
         if len(self._over) > SESSIONS_USERS_KNOWN_MAX:
             self._over.popitem(last=False)
 
-    async def note_taken(self, tenant: str, user: str, home: str, epoch: int) -> None:
-        """Note that another node says that it has a user's sessions, in an epoch that must be that of the record."""
+    async def note_taken(self, tenant: str, user: str, home: str, epoch: int) -> bool:
+        """Note that another node says that it has a user's sessions, in an epoch that must be that of the record.
+
+        False if etcd does not answer: then it must be said again, or they stay.
+        """
         placed_as, primacy = self._tenants.placed_as(tenant), self._membership.primacy
         lot = self._membership.map.lot_of(placed_as.encode(), user.encode())
-        with suppress(WrongEpoch):  # etcd does not answer: they stay
+        try:
             record = await primacy.record(lot)
-            if record is not None and (record.node, record.epoch) == (home, epoch):
-                is_standby = record.standby == self._membership.name
-                until = record.copies if is_standby else max(record.epoch, record.top)
-                self.note(tenant, user, primacy.own_epoch(until))
+        except WrongEpoch:
+            return False
+        if record is not None and (record.node, record.epoch) == (home, epoch):
+            is_standby = record.standby == self._membership.name
+            until = record.copies if is_standby else max(record.epoch, record.top)
+            self.note(tenant, user, primacy.own_epoch(until))
+        return True
 
     async def _run(self) -> None:
         while True:

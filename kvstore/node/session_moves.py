@@ -2,7 +2,8 @@
 
 The *new* home takes a user's sessions before their first step there: it asks the node that ordered them before, by the
 record in etcd, which sends their keys and turns at once, and the blocks afterwards (`session_hand_overs`). If that node
-doesn't answer, its standby is asked, which has all that was acknowledged (`session_standbys`).
+is not on the map, or silent for SESSIONS_SILENT_MS, its standby is asked, which has all that was acknowledged there
+(`session_standbys`), but not what that node had not taken itself.
 
 What always holds: sessions are taken in the term that began with the takeover, before the first step of their user in
 it, or not at all; by then the former home orders none, so what it has is what the last step left. A session is taken
@@ -21,6 +22,7 @@ import secrets
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+import grpc
 import grpc.aio
 
 from kvstore.durability import Durability
@@ -28,9 +30,9 @@ from kvstore.errors import KvError, StorageError, WrongEpoch
 from kvstore.limits import (
     SESSION_STEP_BLOCKS,
     SESSIONS_LISTED_STEP,
-    SESSIONS_MOVE_HOPS,
     SESSIONS_MOVE_MS,
     SESSIONS_MOVED_MAX,
+    SESSIONS_SILENT_MS,
 )
 from kvstore.names import domain_of, user_name
 from kvstore.node.calls import Ends
@@ -63,6 +65,9 @@ __all__ = ["SessionMoves"]
 log = logging.getLogger(__name__)
 
 _User = tuple[str, str]  # names of tenant and user
+_SILENCES = frozenset(
+    {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+)
 
 
 class _Expected(NamedTuple):
@@ -84,6 +89,8 @@ class SessionMoves:
         self._upkeep = upkeep
         self._expected: dict[int, _Expected] = {}  # by ticket
         self._arriving: dict[tuple[Term, _User], asyncio.Task[None]] = {}
+        # Nodes that have not sent sessions: since when, and when they were asked last.
+        self._silent: dict[str, tuple[int, int]] = {}
         self.taken_sessions = 0  # since the node started
         self.standbys = Standbys(node, tenants, membership, peers, self)
         self.copies = SessionCopies(node, tenants, membership, self)
@@ -158,26 +165,40 @@ class SessionMoves:
                 await asyncio.wait(expected.taking)
         if not is_done:
             raise WrongEpoch(
-                "The node has not taken the user's sessions over from their former home's standby yet."
+                "The node has not taken the user's sessions over from their former home or its standby yet."
             )
         await self._membership.primacy.note_taken(term, tenant.name, user)
         self.leftovers.note(tenant.name, user, term.epoch)
 
     async def _ask(self, ticket: int, takeover: Takeover, expected: _Expected) -> bool:
-        """Have a user's sessions sent here, as far as anybody can; False if a standby has not sent what it has."""
+        """Have a user's sessions sent here, as far as anybody can; False if a node has not sent what it has."""
         node, epoch, standby, copies = takeover
-        for _ in range(SESSIONS_MOVE_HOPS):
+        while True:  # each has an earlier epoch than the one before
             within_ms = SESSIONS_MOVE_MS // 2 if standby else SESSIONS_MOVE_MS
             answer = await self._asked(ticket, node, epoch, expected, within_ms)
+            if answer is None and self._may_answer(node):
+                return False  # perhaps it has not taken them, and an earlier one has them: only it can say
             if answer is None and standby:
                 answer = await self._asked(ticket, standby, copies, expected, SESSIONS_MOVE_MS)
                 if answer is None:
                     return self.target(standby) is None  # two nodes are lost
-            if answer is None or not answer.earlier_node:
-                break
+            if answer is None or not answer.earlier_node or answer.earlier_epoch >= epoch:
+                return True
             node, epoch = answer.earlier_node, answer.earlier_epoch
             standby, copies = answer.earlier_standby, answer.earlier_copies
-        return True
+
+    def _may_answer(self, node: str) -> bool:
+        """Whether a node that has just not answered is there, and has been silent for a short time."""
+        if self.target(node) is None or node not in self._silent:
+            return False
+        began_ns, last_ns = self._silent[node]
+        return last_ns - began_ns < SESSIONS_SILENT_MS * 1_000_000
+
+    def _note_silence(self, node: str) -> None:
+        now_ns = self._node.clock.monotonic_ns()
+        began_ns, last_ns = self._silent.get(node, (now_ns, now_ns))
+        is_new = now_ns - last_ns > SESSIONS_SILENT_MS * 1_000_000  # it was not asked meanwhile
+        self._silent[node] = (now_ns if is_new else began_ns), now_ns
 
     async def _asked(
         self, ticket: int, node: str, epoch: int, expected: _Expected, within_ms: int
@@ -200,8 +221,16 @@ class SessionMoves:
                     )
         except (TimeoutError, grpc.aio.AioRpcError, KvError) as error:
             log.warning("Sessions were not moved here from node %s: %r", node, error)
+            if isinstance(error, TimeoutError) or _is_silence(error):
+                self._note_silence(node)
+            else:
+                self._silent.pop(node, None)
             return None
-        return None if answer.is_partial else answer
+        if answer.is_partial:
+            self._note_silence(node)
+            return None
+        self._silent.pop(node, None)
+        return answer
 
     def target(self, name: str) -> str | None:
         """The address of a member."""
@@ -289,16 +318,12 @@ class SessionMoves:
         if (task := self._arriving.get((term, (tenant.name, request.user)))) is not None:
             await asyncio.wait([task])
         await self.copies.end(lot)  # what the home that has been replaced still sends is not acknowledged
-        if (takeover := primacy.untaken(term, tenant.name, request.user)) is not None:
-            await primacy.note_taken(term, tenant.name, request.user)
-            return pb.SendSessionsResponse(
-                earlier_node=takeover.node,
-                earlier_epoch=takeover.epoch,
-                earlier_standby=takeover.standby,
-                earlier_copies=takeover.copies,
-            )
-        self.hand_overs.note(tenant.name, request.user)  # the member will have said that it has them
         keys, answer = list[bytes](), pb.SendSessionsResponse()
+        if (takeover := primacy.untaken(term, tenant.name, request.user)) is not None:
+            # What has come so far is as it was there, and may be nowhere else: if it came from here, for example.
+            answer.earlier_node, answer.earlier_epoch = takeover.node, takeover.epoch
+            answer.earlier_standby, answer.earlier_copies = takeover.standby, takeover.copies
+        self.hand_overs.note(tenant.name, request.user)  # the member will have said that it has them
         async for session in self.sessions_of(tenant, request):
             if request.node == self._membership.name:
                 await self.take_one(session)
@@ -370,6 +395,11 @@ class SessionMoves:
                 gone = [key for key in dict.fromkeys(keys) if (tenant.id, key) in node.deletions]
                 there = node.store.lookup([(tenant.id, key) for key in gone])
                 session.deleted.extend(key for key, entry in zip(gone, there, strict=True) if entry is None)
+
+
+def _is_silence(error: Exception) -> bool:
+    """Whether an error of a call says nothing about its end."""
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _SILENCES
 
 
 def _item(tenant: Tenant, user: str, told: pb.TakeSessionRequest | pb.SessionCopy, epoch: int) -> SessionItem:

@@ -351,12 +351,16 @@ class Standbys:
             lot.standby_lease = self._membership.lease_of.get(lot.standby, 0)
             lot.ticket = await self._follow(lot)
         for one in users:
-            if (one.tenant.name, one.user) not in lot.synced:
-                await self._send_all(lot, one)
+            if (one.tenant.name, one.user) not in lot.synced and await self._send_all(lot, one):
                 lot.synced.add((one.tenant.name, one.user))
 
-    async def _send_all(self, lot: _Lot, one: _User) -> None:
-        """Send all of a user's sessions, and which they are."""
+    async def _send_all(self, lot: _Lot, one: _User) -> bool:
+        """Send all of a user's sessions, and which they are; nothing, and False, if the home has not taken them yet.
+
+        The standby may be the former home: a copy would replace what is to be taken from it.
+        """
+        if self._membership.primacy.untaken(lot.term, one.tenant.name, one.user) is not None:
+            return False
         listed, some, keys = list[str](), list[pb.SessionCopy](), 0
         async for copy in self._copies(lot, one):
             listed.append(copy.session)
@@ -364,8 +368,8 @@ class Standbys:
             if (keys := keys + len(copy.keys)) >= SESSION_BLOCKS_MAX:
                 await self._send(lot, some)
                 some, keys = [], 0
-        has_all = self._membership.primacy.untaken(lot.term, one.tenant.name, one.user) is None
-        await self._send(lot, [*some, self._new_copy(one, is_list=True, listed=listed, is_complete=has_all)])
+        await self._send(lot, [*some, self._new_copy(one, is_list=True, listed=listed, is_complete=True)])
+        return True
 
     async def _copies(self, lot: _Lot, one: _User) -> AsyncIterator[pb.SessionCopy]:
         primacy = self._membership.primacy

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstore.errors import KvError
 from kvstore.limits import SESSIONS_MOVE_RETRY_MS
+from kvstore.node.session_hand_overs import HandOvers
 from tests.cluster.ahead import made_ahead
 from tests.cluster.test_session_moves import USERS, Conversations
 from tests.cluster.test_upkeep import RealCluster, command
@@ -79,3 +81,15 @@ def test_a_session_that_moved_stays_while_its_former_home_has_blocks_of_it(chats
     wait_until(lambda: stored(chats)[0] <= before - len(moved), "those without blocks are removed", 20)
     time.sleep(2 * SESSIONS_MOVE_RETRY_MS / 1000)
     assert stored(chats)[0] == before - len(moved)
+
+
+def test_a_standby_that_was_off_the_map_asks_the_home_again() -> None:
+    """The home has found another one meanwhile, and its copies are left here."""
+    home: Any = SimpleNamespace(name="home")
+    now: Any = SimpleNamespace(map=SimpleNamespace(home=lambda *_: home), lease_of={"home": 1}, lease=7)
+    other: Any = SimpleNamespace(placed_as=lambda name: name, is_draining=False)
+    hand_overs = HandOvers(other, other, now, other, other, other, other)
+    hand_overs.note_copy("", "ada", "home")
+    assert hand_overs._unknowing_home(("", "ada")) is None
+    now.lease = 8
+    assert hand_overs._unknowing_home(("", "ada")) is home

@@ -259,6 +259,111 @@ def test_a_home_that_is_one_again_has_nothing_removed_before_it_has_taken_it() -
         await home.moves.standbys.prepare(term, TENANT, "grace")
         assert (await home.primacy.amend(term)).standby == standby.name
         assert await taken_over(home, "ada") == ["v1", "v2"]
+        async with home.moves.standbys.reading(term, TENANT, "ada"):
+            pass
+        record = await home.primacy.amend(term)
+        assert (record.standby, standby.drive["ada"]) == (standby.name, (record.copies, ["v1", "v2"]))
+        await world.nodes.pop(home.name).end(kindly=False)
+        assert await taken_over(standby, "ada") == ["v1", "v2"], (
+            "the standby has what came after it was named"
+        )
+        leases.cancel()
+
+    run(history())
+
+
+async def moved(home: Node, other: Node, times: int) -> None:
+    """Move a user's lot between two nodes, of which neither knows that there are other users in it."""
+    for _ in range(times):
+        for one in (home, other):
+            one.moves.hand_overs.note = nothing
+        await home.membership.announce(DRAINING)
+        await asyncio.sleep(FAILOVER_S)
+        term = await other.primacy.enter("", "ada")
+        await other.moves.standbys.prepare(term, TENANT, "grace")
+        await home.membership.announce("")
+        await asyncio.sleep(FAILOVER_S)
+        if not await orders(home, "ada"):
+            return
+        term = await home.primacy.enter("", "ada")
+        await home.moves.standbys.prepare(term, TENANT, "grace")
+
+
+def test_sessions_that_no_home_has_taken_are_found_wherever_they_are() -> None:
+    """Other users of the lot have it move; the user comes back after many moves."""
+
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, other, _ = await a_home_and_its_standby(world, "ada")
+        await moved(home, other, 4)
+        assert (await home.primacy.enter("", "ada")).epoch > 8
+        assert await taken_over(home, "ada") == ["v1"]
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_silent_home_that_has_not_taken_sessions_is_waited_for() -> None:
+    """Its standby can't know that an earlier home has them."""
+
+    async def history() -> None:
+        world = OneAtATime(1)
+        world.delays_s = (0.01,)
+        leases = asyncio.create_task(world.etcd.run())
+        home, other, _ = await a_home_and_its_standby(world, "ada")
+        await moved(home, other, 2)
+        term = await home.primacy.enter("", "ada")
+        world.cut_off = {other.name}
+        for _ in range(2):
+            with pytest.raises(WrongEpoch, match="former home or its standby"):
+                await home.moves.arrive(term, TENANT, "ada")
+        world.cut_off = set()
+        assert await taken_over(home, "ada") == ["v1"]
+        leases.cancel()
+
+    run(history())
+
+
+def test_what_a_home_has_taken_in_part_is_sent_to_the_next_one() -> None:
+    """It may have come from the home's own copies, which it has replaced."""
+
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, other, term = await a_home_and_its_standby(world, "ada")
+        await home.primacy._takeovers.begin(*term, Takeover(home.name, 0, "", 0))
+        home.moves.hand_overs.note = nothing
+        await home.membership.announce(DRAINING)
+        assert await taken_over(other, "ada") == ["v1"]
+        leases.cancel()
+
+    run(history())
+
+
+def test_what_a_former_home_could_not_ask_etcd_about_is_asked_again() -> None:
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, other, _ = await a_home_and_its_standby(world, "ada")
+        other.way.is_away = True
+        assert not await other.moves.leftovers.note_taken("", "ada", home.name, 0)
+        other.way.is_away = False
+        assert await other.moves.leftovers.note_taken("", "ada", home.name, 0)
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_term_of_an_earlier_history_of_etcd_has_no_epoch_for_other_nodes() -> None:
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        home, _, term = await a_home_and_its_standby(world, "ada")
+        await world.etcd.restore()
+        await asyncio.sleep(FAILOVER_S)
+        with pytest.raises(WrongEpoch, match="has lost its data"):
+            home.primacy.recorded_epoch(term)
         leases.cancel()
 
     run(history())
@@ -345,7 +450,7 @@ def test_no_first_step_is_made_before_the_standby_of_a_lost_home_has_sent_what_i
         await home.primacy._takeovers.begin(*term, Takeover("lost", 0, standby.name, 1))
         standby.drive[user] = 1, ["v1"]
         world.cut_off = {standby.name}
-        with pytest.raises(WrongEpoch, match="former home's standby"):
+        with pytest.raises(WrongEpoch, match="former home or its standby"):
             await home.moves.arrive(term, TENANT, user)
         world.cut_off = set()
         await home.moves.arrive(term, TENANT, user)
