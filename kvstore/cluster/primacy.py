@@ -208,6 +208,14 @@ class Primacy:
         """Note that a user's sessions have been taken, or are lost; WrongEpoch if that can't be done."""
         await self._takeovers.note(*term, tenant, user)
 
+    def taken_over(self, term: Term) -> tuple[Takeover, list[str]] | None:
+        """What was taken over with a term, and the digests of the users whose sessions have been taken since."""
+        return self._takeovers.of(*term)
+
+    async def copy_takeover(self, term: Term, takeover: Takeover, users: Sequence[str]) -> None:
+        """Note what a home took over, of whose sessions this node gets copies; WrongEpoch if that can't be done."""
+        await self._takeovers.copy(*term, takeover, users)
+
     def term_of(self, lot: int, epoch: int) -> Term:
         """A term of this node, in an epoch by etcd's record; it may be over."""
         return Term(lot, self.own_epoch(epoch))

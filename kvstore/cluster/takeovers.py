@@ -1,7 +1,8 @@
 """What a node took over with a lot of users, and whose sessions it has taken since; in a file, for its next process.
 
 A node that takes a lot over writes down first which node ordered the lot's sessions until then. Before the first step
-of each of the lot's users it takes their sessions from there, and writes down that it has.
+of each of the lot's users it takes their sessions from there, and writes down that it has. Its standby writes down the
+same, for the epoch of its copies.
 
 What always holds: both are on the drive (fdatasync) before they count: a takeover before the lot is claimed, so that
 also a claim whose answer was lost has one, and a user before their first step. After a restart a user who has begun
@@ -77,9 +78,22 @@ class Takeovers:
         noted = self._noted.get((lot, epoch))
         return None if noted is None or _digest(tenant, user) in noted.users else noted.takeover
 
+    def of(self, lot: int, epoch: int) -> tuple[Takeover, list[str]] | None:
+        """What was taken over, and the digests of the users who have begun."""
+        noted = self._noted.get((lot, epoch))
+        return None if noted is None else (noted.takeover, sorted(noted.users))
+
     async def begin(self, lot: int, epoch: int, takeover: Takeover) -> None:
         """Note a takeover, before the lot is claimed; WrongEpoch if that can't be written."""
         await self._write([_TAKEOVER, lot, epoch, *takeover])
+
+    async def copy(self, lot: int, epoch: int, takeover: Takeover, users: Sequence[str]) -> None:
+        """Note another node's takeover, of whose sessions this one gets copies in that epoch; WrongEpoch as above."""
+        if self.of(lot, epoch) is None:
+            await self.begin(lot, epoch, takeover)
+        noted = self._noted.get((lot, epoch))
+        new = [one for one in users if noted is None or one not in noted.users]
+        await asyncio.gather(*(self._write([_USER, lot, epoch, one]) for one in new))
 
     async def note(self, lot: int, epoch: int, tenant: str, user: str) -> None:
         """Note that a user's sessions have been taken, or are lost; WrongEpoch if that can't be written."""

@@ -5,7 +5,8 @@ the home is lost, the lot's next home takes the sessions from here, as it would 
 
 What always holds: a ticket is given only to the node that orders the lot by the record in etcd, under its lease. It is
 void, and what came with it has been stored or refused, before these copies are sent to the lot's next home. So a home
-that has been replaced gets no step acknowledged here. Copies have an epoch of their own, and count for no client.
+that has been replaced gets no step acknowledged here. Copies have an epoch of their own, and count for no client. Of a
+user whose sessions the home has not taken yet, the next home hears from whom that has taken the lot over.
 What it doesn't do: order sessions, or decide that it is a standby, which the record in etcd says.
 """
 
@@ -17,6 +18,8 @@ from collections import OrderedDict
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from kvstore.cluster.primacy import Term
+from kvstore.cluster.takeovers import Takeover
 from kvstore.durability import Durability
 from kvstore.errors import KvError, StorageError, WrongEpoch
 from kvstore.limits import SESSION_STEP_BLOCKS, SESSIONS_LISTED_STEP, SESSIONS_STANDBY_LOTS_MAX
@@ -62,12 +65,22 @@ class SessionCopies:
 
     async def follow(self, request: pb.FollowSessionsRequest) -> pb.FollowSessionsResponse:
         """Begin to keep copies of a lot's sessions."""
-        lot, asked = request.lot, object()
+        primacy, lot, asked = self._membership.primacy, request.lot, object()
         asking = self._asking.setdefault(lot, set())
         asking.add(asked)
         try:
             await self.end(lot, is_over=False)
-            record = await self._membership.primacy.record(lot)
+            record = await primacy.record(lot)
+            copies = primacy.own_epoch(request.copies)
+            is_its = record is not None and self._is_of(record, request)
+            if is_its and request.earlier_node:
+                earlier = Takeover(
+                    request.earlier_node,
+                    request.earlier_epoch,
+                    request.earlier_standby,
+                    request.earlier_copies,
+                )
+                await primacy.copy_takeover(Term(lot, copies), earlier, request.taken)
             refused = "" if asked in asking else "The lot was taken over meanwhile."
         except WrongEpoch as error:
             return pb.FollowSessionsResponse(refused=str(error))
@@ -75,14 +88,12 @@ class SessionCopies:
             asking.discard(asked)
             if not asking:
                 self._asking.pop(lot, None)
-        if record is None or not self._is_of(record, request):
+        if not is_its:
             refused = "The record of the lot in etcd doesn't say so."
         if refused or lot in self._tickets:
             return pb.FollowSessionsResponse(refused=refused or "Another call has just been answered.")
         ticket = secrets.randbits(63)
-        self._followed[ticket] = _Followed(
-            lot, request.node, self._membership.primacy.own_epoch(request.copies)
-        )
+        self._followed[ticket] = _Followed(lot, request.node, copies)
         self._tickets[lot] = ticket
         while len(self._tickets) > SESSIONS_STANDBY_LOTS_MAX:
             del self._followed[self._tickets.popitem(last=False)[1]]
@@ -131,7 +142,7 @@ class SessionCopies:
                 await self._remove_others(tenant, copy, followed.copies)
                 await self._send_blocks(tenant, copy, followed)
                 if copy.is_complete:
-                    self._moves.leftovers.note(tenant.name, copy.user, followed.copies)
+                    await self._note_complete(tenant.name, copy.user, followed)
             elif copy.removed:
                 await self._remove(tenant, copy, copy.session, followed.copies)
             else:
@@ -139,6 +150,11 @@ class SessionCopies:
         except KvError:
             return False
         return True
+
+    async def _note_complete(self, tenant: str, user: str, followed: _Followed) -> None:
+        """Note that all that the home has taken and made of a user's sessions is here, as far as it has come."""
+        await self._membership.primacy.note_taken(Term(followed.lot, followed.copies), tenant, user)
+        self._moves.leftovers.note(tenant, user, followed.copies)
 
     async def _send_blocks(self, tenant: Tenant, copy: pb.SessionCopy, followed: _Followed) -> None:
         """Send the home blocks of a user's sessions that it lacks: who was to send them may have crashed."""

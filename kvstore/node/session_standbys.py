@@ -398,6 +398,11 @@ class Standbys:
             epoch=primacy.recorded_epoch(lot.term),
             copies=lot.copies,
         )
+        if (taken_over := primacy.taken_over(lot.term)) is not None:
+            earlier, users = taken_over
+            request.earlier_node, request.earlier_epoch = earlier.node, earlier.epoch
+            request.earlier_standby, request.earlier_copies = earlier.standby, earlier.copies
+            request.taken.extend(users)
         answer: pb.FollowSessionsResponse = await self._call(lot.standby, "FollowSessions", request)
         if answer.refused:
             log.debug("%s keeps no copies of sessions: %s", lot.standby, answer.refused)

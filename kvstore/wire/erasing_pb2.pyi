@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 0a14e656b121ef7dabf4553c86f2a4e6
+# Generated from proto sources with BLAKE2b 349198d493c0d56fec0aa3f7841252ee
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 0a14e656b121ef7dabf4553c86f2a4e6
+# Generated from proto sources with BLAKE2b 349198d493c0d56fec0aa3f7841252ee
 from kvstore.wire import blocks_pb2 as _blocks_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

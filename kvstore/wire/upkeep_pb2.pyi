@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 0a14e656b121ef7dabf4553c86f2a4e6
+# Generated from proto sources with BLAKE2b 349198d493c0d56fec0aa3f7841252ee
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from kvstore.wire import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers
@@ -196,18 +196,28 @@ class TakeSessionResponse(_message.Message):
     def __init__(self, taken: bool = ...) -> None: ...
 
 class FollowSessionsRequest(_message.Message):
-    __slots__ = ("node", "lease", "lot", "epoch", "copies")
+    __slots__ = ("node", "lease", "lot", "epoch", "copies", "earlier_node", "earlier_epoch", "earlier_standby", "earlier_copies", "taken")
     NODE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LOT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_NODE_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_STANDBY_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_COPIES_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     node: str
     lease: int
     lot: int
     epoch: int
     copies: int
-    def __init__(self, node: _Optional[str] = ..., lease: _Optional[int] = ..., lot: _Optional[int] = ..., epoch: _Optional[int] = ..., copies: _Optional[int] = ...) -> None: ...
+    earlier_node: str
+    earlier_epoch: int
+    earlier_standby: str
+    earlier_copies: int
+    taken: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node: _Optional[str] = ..., lease: _Optional[int] = ..., lot: _Optional[int] = ..., epoch: _Optional[int] = ..., copies: _Optional[int] = ..., earlier_node: _Optional[str] = ..., earlier_epoch: _Optional[int] = ..., earlier_standby: _Optional[str] = ..., earlier_copies: _Optional[int] = ..., taken: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FollowSessionsResponse(_message.Message):
     __slots__ = ("refused", "ticket")

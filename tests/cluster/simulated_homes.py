@@ -196,7 +196,7 @@ class SimulatedCopies(SessionCopies):
             if not copy.listed and epoch == followed.copies:
                 del own.drive[copy.user]
             if copy.is_complete:
-                self._moves.leftovers.note("", copy.user, followed.copies)
+                await self._note_complete("", copy.user, followed)
             return True
         if copy.first_block and (epoch < followed.copies or len(values) < copy.first_block):
             return False
@@ -274,6 +274,7 @@ class _Step:
 class SimulatedHomes:
     replicas = 1  # on how many nodes sessions are
     delays_s: tuple[float, ...] = (0.01, 0.01, 0.3, 2.0)  # of a message between nodes, up to one of these
+    pause_s = 1.5  # of a client between two calls, at most
     drive_delays_s: tuple[float, ...] = (0.01, 0.01, 0.5)  # of a write to a node's folder
 
     def __init__(self, seed: int) -> None:
@@ -324,7 +325,7 @@ class SimulatedHomes:
     async def client(self, number: int) -> None:
         rng = random.Random(f"{number} {self.rng.random()}")
         while not self.is_over:
-            await asyncio.sleep(rng.random() * 1.5)
+            await asyncio.sleep(rng.random() * self.pause_s)
             if self.nodes:
                 await self.call(
                     rng, number, self.nodes[rng.choice(sorted(self.nodes))], f"user{rng.randrange(USERS)}"

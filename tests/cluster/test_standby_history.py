@@ -234,10 +234,13 @@ async def append(home: Node, term: Term, user: str, value: str) -> None:
 
 
 async def taken_over(node: Node, user: str) -> list[str]:
-    """A user's session, when the node orders it."""
+    """A user's session, when the node orders it; its drive may be too slow for the first attempts."""
     await asyncio.sleep(FAILOVER_S)
     term = await node.primacy.enter("", user)
-    await node.moves.arrive(term, TENANT, user)
+    for _ in range(5):
+        with suppress(WrongEpoch):
+            await node.moves.arrive(term, TENANT, user)
+            break
     epoch, values = node.drive.get(user, (-1, []))
     return values if epoch == term.epoch else []
 
