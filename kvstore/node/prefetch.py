@@ -131,6 +131,7 @@ class Prefetches:
         self._reading: dict[int, tuple[Piece, _Wanted]] = {}
         self._reading_bytes = 0
         self._goes_on: asyncio.Handle | None = None
+        self._is_closed = False
         self._tag = 0
 
     def __len__(self) -> int:
@@ -163,7 +164,8 @@ class Prefetches:
         return asked
 
     def close(self) -> None:
-        """Start no more reads."""
+        """Start no more reads. What the store still reads is not kept: the memory may be closed before it arrives."""
+        self._is_closed = True
         self._queued = FairQueue()
         self._left.clear()
         if self._goes_on is not None:
@@ -214,6 +216,8 @@ class Prefetches:
             del self._left[one.tenant, one.flow]
 
     def _arrived(self, batch: Sequence[GetDone]) -> None:
+        if self._is_closed:
+            return
         pieces: list[Piece] = []
         kept: list[tuple[Piece, int, tuple[bytes, bytes]]] = []
         for done in batch:

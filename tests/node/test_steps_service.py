@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -17,6 +18,7 @@ from kvstore.miss import MissReason
 from kvstore.names import block_key
 from kvstore.node import steps_service
 from kvstore.steps import Step
+from kvstore.storage.items import GetDone
 from kvstore.wire import sessions_pb2, steps_pb2_grpc
 from kvstore.wire import steps_pb2 as pb
 from tests.conftest import small_client
@@ -155,6 +157,24 @@ def test_a_prefetch_requested_again_before_it_is_done_ends_the_first_request(
     assert sorted(second[0].came) == sorted(key(number) for number in range(5))
     assert second[0].size_bytes == 5 * SIZE
     assert len(first) == 2, "each is told once"
+
+
+def test_what_is_still_read_when_the_node_ends_is_not_kept(here: NodeInProcess, client: Client) -> None:
+    """Its memory may be closed by then."""
+
+    def end(node: Node) -> None:
+        prefetches, reads = node.prefetches, list[tuple[Any, Any]]()
+        store, memory = prefetches._store, prefetches._memory
+        prefetches._store = SimpleNamespace(lookup=store.lookup, get=lambda *read: reads.append(read))  # type: ignore[assignment]
+        queued(node, "flow", [key(0)], lambda _: None)
+        prefetches.close()
+        [(items, arrived)] = reads
+        prefetches._memory = None  # type: ignore[assignment]
+        arrived([GetDone(items[0].tag, None, SIZE, 0, 1)])
+        prefetches._store, prefetches._memory = store, memory
+
+    client.session("user", "chat").append([key(0)], 16)
+    here.call(end)
 
 
 def test_calls_that_name_too_much_or_nothing_are_refused(here: NodeInProcess) -> None:
