@@ -22,7 +22,7 @@ import os
 from collections import OrderedDict
 from contextlib import suppress
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from zlib import crc32
 
 from kvstore.errors import WrongEpoch
@@ -49,6 +49,17 @@ class Takeover(NamedTuple):
     epoch: int
     standby: str  # the name of the node that has copies of all that was acknowledged; "": none
     copies: int  # their epoch
+
+    @classmethod
+    def told(cls, message: Any) -> Self:
+        """The one that a message names."""
+        return cls(
+            message.earlier_node, message.earlier_epoch, message.earlier_standby, message.earlier_copies
+        )
+
+    def tell(self, message: Any) -> None:
+        """Name it in a message."""
+        message.earlier_node, message.earlier_epoch, message.earlier_standby, message.earlier_copies = self
 
 
 class _Noted(NamedTuple):
@@ -89,7 +100,7 @@ class Takeovers:
 
     async def copy(self, lot: int, epoch: int, takeover: Takeover, users: Sequence[str]) -> None:
         """Note another node's takeover, of whose sessions this one gets copies in that epoch; WrongEpoch as above."""
-        if self.of(lot, epoch) is None:
+        if (lot, epoch) not in self._noted:
             await self.begin(lot, epoch, takeover)
         noted = self._noted.get((lot, epoch))
         new = [one for one in users if noted is None or one not in noted.users]

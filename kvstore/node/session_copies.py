@@ -74,13 +74,7 @@ class SessionCopies:
             copies = primacy.own_epoch(request.copies)
             is_its = record is not None and self._is_of(record, request)
             if is_its and request.earlier_node:
-                earlier = Takeover(
-                    request.earlier_node,
-                    request.earlier_epoch,
-                    request.earlier_standby,
-                    request.earlier_copies,
-                )
-                await primacy.copy_takeover(Term(lot, copies), earlier, request.taken)
+                await primacy.copy_takeover(Term(lot, copies), Takeover.told(request), request.taken)
             refused = "" if asked in asking else "The lot was taken over meanwhile."
         except WrongEpoch as error:
             return pb.FollowSessionsResponse(refused=str(error))

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import grpc
 import grpc.aio
 
+from kvstore.cluster.takeovers import Takeover
 from kvstore.durability import Durability
 from kvstore.errors import KvError, StorageError, WrongEpoch
 from kvstore.limits import (
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
     from kvstore.cluster.membership import Membership
     from kvstore.cluster.primacy import Term
-    from kvstore.cluster.takeovers import Takeover
     from kvstore.node.node import Node
     from kvstore.node.peers import Peers
     from kvstore.node.tenants import Tenant, Tenants
@@ -184,8 +184,7 @@ class SessionMoves:
                     return self.target(standby) is None  # two nodes are lost
             if answer is None or not answer.earlier_node or answer.earlier_epoch >= epoch:
                 return True
-            node, epoch = answer.earlier_node, answer.earlier_epoch
-            standby, copies = answer.earlier_standby, answer.earlier_copies
+            node, epoch, standby, copies = Takeover.told(answer)
 
     def _may_answer(self, node: str) -> bool:
         """Whether a node that has just not answered is there, and has been silent for a short time."""
@@ -321,8 +320,7 @@ class SessionMoves:
         keys, answer = list[bytes](), pb.SendSessionsResponse()
         if (takeover := primacy.untaken(term, tenant.name, request.user)) is not None:
             # What has come so far is as it was there, and may be nowhere else: if it came from here, for example.
-            answer.earlier_node, answer.earlier_epoch = takeover.node, takeover.epoch
-            answer.earlier_standby, answer.earlier_copies = takeover.standby, takeover.copies
+            takeover.tell(answer)
         self.hand_overs.note(tenant.name, request.user)  # the member will have said that it has them
         async for session in self.sessions_of(tenant, request):
             if request.node == self._membership.name:

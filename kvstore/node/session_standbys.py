@@ -400,8 +400,7 @@ class Standbys:
         )
         if (taken_over := primacy.taken_over(lot.term)) is not None:
             earlier, users = taken_over
-            request.earlier_node, request.earlier_epoch = earlier.node, earlier.epoch
-            request.earlier_standby, request.earlier_copies = earlier.standby, earlier.copies
+            earlier.tell(request)
             request.taken.extend(users)
         answer: pb.FollowSessionsResponse = await self._call(lot.standby, "FollowSessions", request)
         if answer.refused:

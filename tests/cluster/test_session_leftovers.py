@@ -12,26 +12,19 @@ from kvstore.errors import KvError
 from kvstore.limits import SESSIONS_MOVE_RETRY_MS
 from kvstore.node.session_hand_overs import HandOvers
 from tests.cluster.ahead import made_ahead
-from tests.cluster.test_session_moves import USERS, Conversations
-from tests.cluster.test_upkeep import RealCluster, command
+from tests.cluster.test_session_moves import USERS
+from tests.cluster.test_session_standbys import begun
+from tests.cluster.test_upkeep import command
 from tests.nic_offload.rig import wait_until
 from tests.node.test_http import http_url, values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import ExitStack
-    from pathlib import Path
 
     from tests.cluster.ahead import Ahead
+    from tests.cluster.test_session_moves import Conversations
 
 WAIT_S = 60.0
-
-
-def begun(folder: Path, stack: ExitStack) -> Conversations:
-    chats = Conversations(RealCluster(folder, stack, 3, ("--http", "127.0.0.1:0", "--ui")))
-    chats.begin()
-    return chats
-
 
 triples = made_ahead("chats", begun)
 
