@@ -107,8 +107,11 @@ def test_blocks_that_may_have_been_deleted_do_not_block_a_drain(tmp_path: Path) 
         away.stop()
         world.nodes = stay
         world.settled()
-        for node in stay:  # as if the node had been forgotten
-            world.client.nodes.at(node.target).delete(theirs)
+
+        def are_deleted() -> bool:  # one may copy a block to the other between its two deletions
+            return not any(any(world.client.nodes.at(node.target).delete(theirs)) for node in stay)
+
+        wait_until(are_deleted, "they are deleted, as if the node had been forgotten", WAIT_S)
         away.start()
         world.nodes = [away, *stay]
         world.settled()
