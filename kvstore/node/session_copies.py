@@ -22,11 +22,10 @@ from kvstore.cluster.primacy import Term
 from kvstore.cluster.takeovers import Takeover
 from kvstore.durability import Durability
 from kvstore.errors import KvError, StorageError, WrongEpoch
-from kvstore.limits import SESSION_STEP_BLOCKS, SESSIONS_LISTED_STEP, SESSIONS_STANDBY_LOTS_MAX
-from kvstore.names import user_name
+from kvstore.limits import SESSION_STEP_BLOCKS, SESSIONS_STANDBY_LOTS_MAX
+from kvstore.node.listed_sessions import listed_sessions
 from kvstore.node.session_changes import change, to_its_end
 from kvstore.node.session_names import name_of
-from kvstore.node.upkeep_service import UPKEEP
 from kvstore.storage.items import SessionItem, SessionStep
 from kvstore.wire import upkeep_pb2 as pb
 
@@ -186,15 +185,8 @@ class SessionCopies:
 
     async def _remove_others(self, tenant: Tenant, copy: pb.SessionCopy, epoch: int) -> None:
         """Remove copies of a user's sessions that the home has no more."""
-        listed, behind = frozenset(copy.listed), b""
-        named = user_name(tenant.id, copy.user)
-        while True:
-            async with self._node.turns.of(UPKEEP):
-                found = self._node.store.manifests.of_user(tenant.id, named, behind, SESSIONS_LISTED_STEP)
-            for one in found:
-                label = (one.label or b"").decode(errors="replace")
-                if one.epoch == epoch and one.label is not None and label not in listed:
-                    await self._remove(tenant, copy, label, epoch)
-            if len(found) < SESSIONS_LISTED_STEP:
-                return
-            behind = found[-1].session
+        listed = frozenset(copy.listed)
+        async for one in listed_sessions(self._node, tenant.id, copy.user):
+            label = (one.label or b"").decode(errors="replace")
+            if one.epoch == epoch and one.label is not None and label not in listed:
+                await self._remove(tenant, copy, label, epoch)

@@ -25,11 +25,11 @@ from kvstore.errors import KvError, StorageError, TenantDenied, WrongEpoch
 from kvstore.limits import (
     SESSION_CHUNK_BLOCKS,
     SESSIONS_COPIES_AT_ONCE,
-    SESSIONS_LISTED_STEP,
     SESSIONS_MOVE_RETRY_MS,
     SESSIONS_USERS_KNOWN_MAX,
 )
 from kvstore.names import user_name
+from kvstore.node.listed_sessions import listed_sessions
 from kvstore.node.session_changes import change
 from kvstore.node.upkeep_service import UPKEEP
 from kvstore.storage.items import SessionItem, SessionStep
@@ -112,22 +112,17 @@ class Leftovers:
             tenant = self._tenants.copied(tenant_name).id
         except TenantDenied:  # it is in the tenants file no more
             return True
-        named, behind, is_done = user_name(tenant, user), b"", True
-        while True:
-            async with self._node.turns.of(UPKEEP):
-                found = self._node.store.manifests.of_user(tenant, named, behind, SESSIONS_LISTED_STEP)
-            for one in found:
-                if one.epoch < epoch:
-                    name = SessionName(tenant, named, one.session)
-                    if await self._has_block(name, one.epoch):
-                        is_done = False
-                    else:
-                        item = SessionItem(name, SessionStep.REMOVE, Durability.WRITTEN, 0, epoch=one.epoch)
-                        await change(self._node, item)
-                        self.removed_sessions += 1
-            if len(found) < SESSIONS_LISTED_STEP:
-                return is_done
-            behind = found[-1].session
+        is_done = True
+        async for one in listed_sessions(self._node, tenant, user):
+            if one.epoch < epoch:
+                name = SessionName(tenant, user_name(tenant, user), one.session)
+                if await self._has_block(name, one.epoch):
+                    is_done = False
+                else:
+                    item = SessionItem(name, SessionStep.REMOVE, Durability.WRITTEN, 0, epoch=one.epoch)
+                    await change(self._node, item)
+                    self.removed_sessions += 1
+        return is_done
 
     async def _has_block(self, name: SessionName, epoch: int) -> bool:
         """Whether a block of a session is stored here, or the session is no longer of this epoch."""

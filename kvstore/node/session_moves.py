@@ -30,13 +30,13 @@ from kvstore.durability import Durability
 from kvstore.errors import KvError, StorageError, WrongEpoch
 from kvstore.limits import (
     SESSION_STEP_BLOCKS,
-    SESSIONS_LISTED_STEP,
     SESSIONS_MOVE_MS,
     SESSIONS_MOVED_MAX,
     SESSIONS_SILENT_MS,
 )
-from kvstore.names import domain_of, user_name
+from kvstore.names import domain_of
 from kvstore.node.calls import Ends
+from kvstore.node.listed_sessions import listed_sessions
 from kvstore.node.session_changes import change, to_its_end
 from kvstore.node.session_copies import SessionCopies
 from kvstore.node.session_hand_overs import HandOvers
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from kvstore.node.tenants import Tenant, Tenants
     from kvstore.node.upkeep import Upkeep
     from kvstore.storage.items import DeleteDone
-    from kvstore.storage.manifests import Listed
 
 __all__ = ["SessionMoves"]
 
@@ -350,21 +349,11 @@ class SessionMoves:
     ) -> AsyncIterator[pb.TakeSessionRequest]:
         """A user's sessions of an epoch, the last used first."""
         node = self._node
-        found: list[Listed] = []
-        epoch, named = self._membership.primacy.own_epoch(request.epoch), user_name(tenant.id, request.user)
-        async with node.turns.of(UPKEEP) as turn:
-            while True:
-                behind = found[-1].session if found else b""
-                found += (
-                    more := node.store.manifests.of_user(tenant.id, named, behind, SESSIONS_LISTED_STEP)
-                )
-                if len(more) < SESSIONS_LISTED_STEP:
-                    break
-                await turn.next()
+        epoch = self._membership.primacy.own_epoch(request.epoch)
         now_ms = node.clock.wall_ms()
         theirs = [
             one
-            for one in found
+            async for one in listed_sessions(node, tenant.id, request.user)
             if one.label is not None and one.epoch == epoch and not 0 < one.expires_ms <= now_ms
         ]
         theirs.sort(key=lambda one: one.at_ms, reverse=True)
