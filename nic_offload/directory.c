@@ -152,8 +152,9 @@ int tk_shelf_share(struct tk_shelf *shelf, void *memory, size_t bytes)
 	if (slots < DIRECTORY_PROBES || slots > UINT32_MAX / 2 || slots & (slots - 1) || shelf->count || shelf->directory)
 		return -EINVAL;
 	struct directory *directory = calloc(1, sizeof *directory);
-	struct shelved **blocks = calloc(slots, sizeof *blocks);
+	struct shelved **blocks = aligned_alloc(sizeof *directory->slots, slots * sizeof *blocks);
 	if (directory && blocks) {
+		memset(blocks, 0, slots * sizeof *blocks); /* a page fault while a peer waits would cost as much as its put */
 		*directory = (struct directory){
 			.head = memory,
 			.slots = (void *)((char *)memory + DIRECTORY_HEAD_BYTES),

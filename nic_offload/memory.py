@@ -54,11 +54,10 @@ def allocate(length: int) -> mmap.mmap:
     return memory
 
 
-def allocate_shared(length: int, *, is_sparse: bool = False) -> tuple[mmap.mmap, int]:
+def allocate_shared(length: int) -> tuple[mmap.mmap, int]:
     """The same, and a descriptor through which other processes can map it read-only.
 
-    It is in huge pages, whatever the system's setting for shared memory is, if the kernel is 6.1 or later. If it
-    `is_sparse`, it is in small pages that are allocated on first use.
+    It is in huge pages, whatever the system's setting for shared memory is, if the kernel is 6.1 or later.
     """
     try:
         fd = os.memfd_create("triggerkv-hot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -71,11 +70,8 @@ def allocate_shared(length: int, *, is_sparse: bool = False) -> tuple[mmap.mmap,
         os.close(fd)
         raise _not_had(length, error) from error
     try:
-        if is_sparse:
-            hide_from_dumps(memory)
-        else:
-            collapse(fd, length)
-            populate(memory, 0, length)
+        collapse(fd, length)
+        populate(memory, 0, length)
         fcntl.fcntl(
             fd,
             fcntl.F_ADD_SEALS,

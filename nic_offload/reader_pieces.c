@@ -15,7 +15,7 @@
 #define DIRECT_ALIGN 512u
 #define PIECE_BYTES (512u << 10) /* of a payload that are read together; the header comes with the first */
 #define READ_BYTES (STAGED_BYTES / 2) /* at a time: the drive continues to read while the others are checked */
-#define BYTES_A_STEP (16u << 10) /* checked before testing again whether they are still wanted */
+#define BYTES_A_STEP (8u << 10) /* checked before testing again whether they are still wanted */
 
 /* Only name and place of a cold block are known beforehand: the rest is taken from its header, which has a tag. */
 static int learns(struct reading *reading, const struct header_fixed *found)

@@ -11,7 +11,7 @@
 #include <string.h>
 #include <time.h>
 
-#define BYTES_A_STEP (16u << 10)   /* copied, and checksummed while they are in the cache */
+#define BYTES_A_STEP (8u << 10)	   /* copied, checksummed and erased while both copies are in a core's first cache */
 
 #define LATER_NS 1000000000u	   /* how long a block waits for a lane that is full, or without ground */
 

@@ -25,7 +25,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BYTES_A_STEP (16u << 10) /* copied, and checksummed while they are in the cache */
+#define BYTES_A_STEP (8u << 10) /* checksummed, and copied while they are in a core's first cache */
 #define AHEAD_BYTES (4u << 20) /* in shared slots that the node has not read, */
 #define AHEAD_COUNT 2u	       /* or this many puts, whatever their size */
 
@@ -192,8 +192,8 @@ uint32_t sender_copies(struct work *work, uint32_t bytes_max)
 {
 	uint32_t bytes = bytes_max < BYTES_A_STEP ? bytes_max : BYTES_A_STEP;
 	const char *from = (const char *)work->op.local + work->summed;
-	memcpy((char *)shared_payload(work) + work->summed, from, bytes);
 	work->crc = tk_crc32c(from, bytes, work->crc);
+	memcpy((char *)shared_payload(work) + work->summed, from, bytes);
 	work->summed += bytes;
 	return bytes;
 }

@@ -81,7 +81,7 @@ class HotMemory:
         Nothing is on the shelf yet.
         """
         try:
-            memory, fd = allocate_shared(directory_bytes(self.size_bytes // (2 * PAGE_BYTES)), is_sparse=True)
+            memory, fd = allocate_shared(directory_bytes(self.size_bytes // (2 * PAGE_BYTES)))
             self._directory = memory, fd  # kept in any case: a fabric that hangs may still use it
             self.shelf.share(memory)
         except FabricError as error:
