@@ -284,7 +284,9 @@ class Primacy:
         return epoch
 
     def own_epoch(self, epoch: int) -> int:
-        """The epoch in which this node's sessions are, for one of etcd's record in its present history."""
+        """The epoch in which this node's sessions are, for one of etcd's record; WrongEpoch before the first list."""
+        if not self._history:
+            raise WrongEpoch("The node has just started, and does not know its cluster yet.")
         return epoch + self._losses * SESSIONS_EPOCHS_MAX
 
     # --- checks

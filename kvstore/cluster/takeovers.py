@@ -100,7 +100,9 @@ class Takeovers:
 
     async def copy(self, lot: int, epoch: int, takeover: Takeover, users: Sequence[str]) -> None:
         """Note another node's takeover, of whose sessions this one gets copies in that epoch; WrongEpoch as above."""
-        if (lot, epoch) not in self._noted:
+        noted = self._noted.get((lot, epoch))
+        # It may be of a claim of our own that failed: such an epoch is given again.
+        if noted is None or noted.takeover != takeover:
             await self.begin(lot, epoch, takeover)
         noted = self._noted.get((lot, epoch))
         new = [one for one in users if noted is None or one not in noted.users]

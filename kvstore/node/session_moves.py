@@ -2,8 +2,8 @@
 
 The *new* home takes a user's sessions before their first step there: it asks the node that ordered them before, by the
 record in etcd, which sends their keys and turns at once, and the blocks afterwards (`session_hand_overs`). If that node
-is not on the map, or silent for SESSIONS_SILENT_MS, its standby is asked, which has all that was acknowledged there
-(`session_standbys`), but not what that node had not taken itself.
+is not on the map, or sends nothing for SESSIONS_SILENT_MS, its standby is asked, which has all that was acknowledged
+there (`session_standbys`), but not what that node had not taken itself.
 
 What always holds: sessions are taken in the term that began with the takeover, before the first step of their user in
 it, or not at all; by then the former home orders none, so what it has is what the last step left. A session is taken
@@ -65,9 +65,6 @@ __all__ = ["SessionMoves"]
 log = logging.getLogger(__name__)
 
 _User = tuple[str, str]  # names of tenant and user
-_SILENCES = frozenset(
-    {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
-)
 
 
 class _Expected(NamedTuple):
@@ -220,10 +217,10 @@ class SessionMoves:
                     )
         except (TimeoutError, grpc.aio.AioRpcError, KvError) as error:
             log.warning("Sessions were not moved here from node %s: %r", node, error)
-            if isinstance(error, TimeoutError) or _is_silence(error):
-                self._note_silence(node)
-            else:
+            if _is_earlier_version(error):
                 self._silent.pop(node, None)
+            else:  # it may have just started, or refuse calls for a moment
+                self._note_silence(node)
             return None
         if answer.is_partial:
             self._note_silence(node)
@@ -312,8 +309,9 @@ class SessionMoves:
         """Send a user's sessions of a past epoch to the member that has taken them over, or name an earlier home."""
         check_text("user", request.user)
         primacy, placed_as = self._membership.primacy, self._tenants.placed_as(tenant.name)
-        lot = self._membership.map.lot_of(placed_as.encode(), request.user.encode())
-        term = primacy.term_of(lot, request.epoch)
+        if (view := primacy.view) is None:  # it knows neither the number of lots nor the history of etcd
+            raise WrongEpoch("The node has just started, and does not know its cluster yet.")
+        term = primacy.term_of(lot := view.lot_of(placed_as.encode(), request.user.encode()), request.epoch)
         if (task := self._arriving.get((term, (tenant.name, request.user)))) is not None:
             await asyncio.wait([task])
         await self.copies.end(lot)  # what the home that has been replaced still sends is not acknowledged
@@ -395,9 +393,9 @@ class SessionMoves:
                 session.deleted.extend(key for key, entry in zip(gone, there, strict=True) if entry is None)
 
 
-def _is_silence(error: Exception) -> bool:
-    """Whether an error of a call says nothing about its end."""
-    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _SILENCES
+def _is_earlier_version(error: Exception) -> bool:
+    """Whether a node will never send sessions."""
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def _item(tenant: Tenant, user: str, told: pb.TakeSessionRequest | pb.SessionCopy, epoch: int) -> SessionItem:
