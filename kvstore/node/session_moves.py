@@ -74,6 +74,13 @@ class _Expected(NamedTuple):
     user: str
     term: Term
     taking: set[asyncio.Task[bool]]
+    limits: list[asyncio.Timeout]  # of the call that has them sent, if one is under way
+
+    def extend(self) -> None:
+        """Note that one has come: the others may take as long again."""
+        for limit in self.limits:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time() + SESSIONS_MOVE_MS / 1000)
 
 
 class SessionMoves:
@@ -151,7 +158,7 @@ class SessionMoves:
 
     async def _arrive(self, term: Term, takeover: Takeover, tenant: Tenant, user: str) -> None:
         ticket = secrets.randbits(63)
-        expected = self._expected[ticket] = _Expected(tenant, user, term, set())
+        expected = self._expected[ticket] = _Expected(tenant, user, term, set(), [])
         try:
             await self.copies.end(term.lot)  # a former home gets nothing acknowledged here any more
             is_done = await self._ask(ticket, takeover, expected)
@@ -206,14 +213,17 @@ class SessionMoves:
         )
         answer: pb.SendSessionsResponse
         try:
-            async with asyncio.timeout(within_ms / 1000):
+            async with asyncio.timeout(within_ms / 1000) as limit:
+                expected.limits[:] = [limit]
                 if node == self._membership.name:  # its copies, or the node in between had not taken them
                     answer = await self.send(tenant, request)
                 elif (target := self.target(node)) is None:
                     return None
                 else:
                     answer = await self._peers.stub(target).SendSessions(
-                        request, timeout=within_ms / 1000, metadata=self._peers.metadata
+                        request,
+                        timeout=SESSIONS_MOVED_MAX * SESSIONS_MOVE_MS / 1000,
+                        metadata=self._peers.metadata,
                     )
         except (TimeoutError, grpc.aio.AioRpcError, KvError) as error:
             log.warning("Sessions were not moved here from node %s: %r", node, error)
@@ -222,6 +232,8 @@ class SessionMoves:
             else:  # it may have just started, or refuse calls for a moment
                 self._note_silence(node)
             return None
+        finally:
+            expected.limits.clear()
         if answer.is_partial:
             self._note_silence(node)
             return None
@@ -236,10 +248,15 @@ class SessionMoves:
         """Store a session that was asked for; False if it is not expected, or can't be stored."""
         if (expected := self._expected.get(request.ticket)) is None:
             return False
-        return await to_its_end(self._store(expected, request), expected.taking)
+        is_stored = await to_its_end(self._store(expected, request), expected.taking)
+        view, placed_as = self._membership.primacy.view, self._tenants.placed_as(expected.tenant.name)
+        home = None if view is None else view.home(placed_as, expected.user)
+        if home is not None and home.name == self._membership.name:  # else the next home waits for this node
+            expected.extend()
+        return is_stored
 
     async def _store(self, expected: _Expected, request: pb.TakeSessionRequest) -> bool:
-        tenant, user, term, _ = expected
+        tenant, user, term, *_ = expected
         try:
             is_stored = await self._keep(tenant, user, request, _item(tenant, user, request, term.epoch))
         except KvError as error:
