@@ -2,7 +2,8 @@
 
 A node that takes a lot over writes down first which node ordered the lot's sessions until then. Before the first step
 of each of the lot's users it takes their sessions from there, and writes down that it has. Its standby writes down the
-same, for the epoch of its copies.
+same, for the epoch of its copies. And the next home does, under ~lot, when it hears of it: the home may be lost before
+all users have come.
 
 What always holds: both are on the drive (fdatasync) before they count: a takeover before the lot is claimed, so that
 also a claim whose answer was lost has one, and a user before their first step. After a restart a user who has begun

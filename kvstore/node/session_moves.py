@@ -176,19 +176,27 @@ class SessionMoves:
 
     async def _ask(self, ticket: int, takeover: Takeover, expected: _Expected) -> bool:
         """Have a user's sessions sent here, as far as anybody can; False if a node has not sent what it has."""
-        node, epoch, standby, copies = takeover
-        while True:  # each has an earlier epoch than the one before
+        primacy, lot = self._membership.primacy, expected.term.lot
+        following: Takeover | None = takeover
+        while following is not None:
+            node, epoch, standby, copies = following
             within_ms = SESSIONS_MOVE_MS // 2 if standby else SESSIONS_MOVE_MS
             answer = await self._asked(ticket, node, epoch, expected, within_ms)
             if answer is None and self._may_answer(node):
                 return False  # perhaps it has not taken them, and an earlier one has them: only it can say
+            if answer is not None and answer.lot.earlier_node and node != self._membership.name:
+                await primacy.learn(lot, epoch, Takeover.told(answer.lot), answer.lot.taken)
             if answer is None and standby:
                 answer = await self._asked(ticket, standby, copies, expected, SESSIONS_MOVE_MS)
-                if answer is None:
-                    return self.target(standby) is None  # two nodes are lost
-            if answer is None or not answer.earlier_node or answer.earlier_epoch >= epoch:
-                return True
-            node, epoch, standby, copies = Takeover.told(answer)
+                if answer is None and self.target(standby) is not None:
+                    return False
+            if answer is None:  # they are lost, or were never there, as it said when another user came
+                following = primacy.learnt(lot, epoch, expected.tenant.name, expected.user)
+            else:
+                following = Takeover.told(answer) if answer.earlier_node else None
+            if following is not None and following.epoch >= epoch:
+                break  # each has an earlier epoch than the one before
+        return True
 
     def _may_answer(self, node: str) -> bool:
         """Whether a node that has just not answered is there, and has been silent for a short time."""
@@ -336,6 +344,9 @@ class SessionMoves:
         if (takeover := primacy.untaken(term, tenant.name, request.user)) is not None:
             # What has come so far is as it was there, and may be nowhere else: if it came from here, for example.
             takeover.tell(answer)
+        if (taken_over := primacy.taken_over(term)) is not None:
+            taken_over[0].tell(answer.lot)
+            answer.lot.taken.extend(taken_over[1])
         self.hand_overs.note(tenant.name, request.user)  # the member will have said that it has them
         async for session in self.sessions_of(tenant, request):
             if request.node == self._membership.name:

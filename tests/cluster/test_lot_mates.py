@@ -155,3 +155,38 @@ def test_what_a_standby_had_begun_to_take_over_in_vain_is_not_what_its_home_took
         leases.cancel()
 
     run(history())
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_a_home_knows_of_the_home_before_the_one_that_it_had_a_lot_from(*, has_come: bool) -> None:
+    """A lot goes to another node and comes back. If that node is lost then, only its answer to another user says so."""
+
+    async def history() -> None:
+        world = OneAtATime(1)
+        world.delays_s = world.drive_delays_s = (0.001,)
+        leases = asyncio.create_task(world.etcd.run())
+        home, *_ = await a_home_and_its_standby(world, "ada")
+        world.begin("node2")
+        await asyncio.sleep(FAILOVER_S)
+        (home,) = [one for one in world.nodes.values() if await orders(one, "ada")]
+        for node in world.nodes.values():
+            node.moves.hand_overs.note = nothing
+        assert await taken_over(home, "ada") == ["v1"]
+        await append(home, await home.primacy.enter("", "ada"), "ada", "v2")
+        await home.membership.announce(DRAINING)
+        await asyncio.sleep(FAILOVER_S)
+        (other,) = [one for one in world.nodes.values() if await orders(one, "ada")]
+        if has_come:
+            assert await taken_over(other, "ada") == ["v1", "v2"]
+            del other.drive["ada"]  # the user removes it
+        await home.membership.announce("")
+        await asyncio.sleep(FAILOVER_S)
+        assert await taken_over(home, "grace") == []
+        await append(home, await home.primacy.enter("", "grace"), "grace", "v3")
+        await world.nodes.pop(other.name).end(kindly=False)
+        await asyncio.sleep(FAILOVER_S)
+        assert home.moves.standbys.lots_alone == 0
+        assert await taken_over(home, "ada") == ([] if has_come else ["v1", "v2"])
+        leases.cancel()
+
+    run(history())
