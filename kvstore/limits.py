@@ -173,6 +173,7 @@ SESSIONS_STANDBY_MS = 1_000  # for which a step waits for the copy of its sessio
 SESSIONS_STANDBY_RETRY_MS = 5_000  # until a node that did not take copies is asked again
 SESSIONS_STANDBY_LOTS_MAX = 1 << 16  # whose standbys a home remembers, and whose copies a standby accepts
 SESSIONS_STANDBY_USERS_MAX = 1 << 10  # of a lot, that a new standby gets first; that a client knows
+SESSIONS_COPIES_CHECK_MS = 10_000  # between checks of some users' copies: is the node still their standby?
 SESSIONS_COPIES_AT_ONCE = 64  # sent in one call; and lots that are looked at together
 SESSIONS_USERS_TAKEN_MAX = 1 << 17  # lots that a node has taken over, and users whose sessions it has since
 UPKEEP_SECRET_BYTES_MIN = 32  # of a cluster's secret

@@ -216,6 +216,14 @@ class Primacy:
         """Note what a home took over, of whose sessions this node gets copies; WrongEpoch if that can't be done."""
         await self._takeovers.copy(*term, takeover, users)
 
+    async def learn(self, lot: int, epoch: int, takeover: Takeover, users: Sequence[str]) -> None:
+        """Note what a former home took over, by its epoch in the record: it may be lost before all users have come."""
+        await self._takeovers.copy(~lot, self.own_epoch(epoch), takeover, users)
+
+    def learnt(self, lot: int, epoch: int, tenant: str, user: str) -> Takeover | None:
+        """What that home took over, if it had not taken a user's sessions."""
+        return self._takeovers.untaken(~lot, self.own_epoch(epoch), tenant, user)
+
     def term_of(self, lot: int, epoch: int) -> Term:
         """A term of this node, in an epoch by etcd's record; it may be over."""
         return Term(lot, self.own_epoch(epoch))
@@ -284,7 +292,9 @@ class Primacy:
         return epoch
 
     def own_epoch(self, epoch: int) -> int:
-        """The epoch in which this node's sessions are, for one of etcd's record in its present history."""
+        """The epoch in which this node's sessions are, for one of etcd's record; WrongEpoch before the first list."""
+        if not self._history:
+            raise WrongEpoch("The node has just started, and does not know its cluster yet.")
         return epoch + self._losses * SESSIONS_EPOCHS_MAX
 
     # --- checks

@@ -2,7 +2,8 @@
 
 A node that takes a lot over writes down first which node ordered the lot's sessions until then. Before the first step
 of each of the lot's users it takes their sessions from there, and writes down that it has. Its standby writes down the
-same, for the epoch of its copies.
+same, for the epoch of its copies. And the next home does, under ~lot, when it hears of it: the home may be lost before
+all users have come.
 
 What always holds: both are on the drive (fdatasync) before they count: a takeover before the lot is claimed, so that
 also a claim whose answer was lost has one, and a user before their first step. After a restart a user who has begun
@@ -100,7 +101,9 @@ class Takeovers:
 
     async def copy(self, lot: int, epoch: int, takeover: Takeover, users: Sequence[str]) -> None:
         """Note another node's takeover, of whose sessions this one gets copies in that epoch; WrongEpoch as above."""
-        if (lot, epoch) not in self._noted:
+        noted = self._noted.get((lot, epoch))
+        # It may be of a claim of our own that failed: such an epoch is given again.
+        if noted is None or noted.takeover != takeover:
             await self.begin(lot, epoch, takeover)
         noted = self._noted.get((lot, epoch))
         new = [one for one in users if noted is None or one not in noted.users]

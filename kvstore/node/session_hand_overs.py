@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import grpc
 import grpc.aio
 
-from kvstore.errors import KvError, TenantDenied
+from kvstore.errors import KvError, TenantDenied, WrongEpoch
 from kvstore.limits import (
+    SESSIONS_COPIES_AT_ONCE,
+    SESSIONS_COPIES_CHECK_MS,
     SESSIONS_LISTED_STEP,
     SESSIONS_MOVE_RETRY_MS,
     SESSIONS_MOVED_BLOCKS_MAX,
@@ -30,7 +32,6 @@ from kvstore.limits import (
     UPKEEP_ASKED_BLOCKS,
     UPKEEP_AT_ONCE,
     UPKEEP_CALL_MS,
-    UPKEEP_EVERY_MS,
     UPKEEP_OFFERED_BLOCKS,
     UPKEEP_RETRY_MS,
     UPKEEP_SETTLE_MS,
@@ -102,6 +103,7 @@ class HandOvers:
         self._offered_left = 0
         # The users whose sessions are copied here, and the process that knows it.
         self._copied: OrderedDict[_User, _Home] = OrderedDict()
+        self._checked = 0  # how many of these, whether this node is still their standby
         self._sending: dict[tuple[_User, bool], _Sending] = {}  # by user, and whether they are for a standby
         self._blocks = 0  # to be sent
         self._has_work = asyncio.Event()
@@ -201,7 +203,28 @@ class HandOvers:
                 if digest == self._membership.digest:
                     self.looked = digest
                     done = 0 if self._offered_left else digest
-            await self._changes(digest, SESSIONS_MOVE_RETRY_MS if done != digest else UPKEEP_EVERY_MS)
+            if done == digest and self._copied and await self._has_been_replaced():
+                done = 0
+            await self._changes(
+                digest, SESSIONS_MOVE_RETRY_MS if done != digest else SESSIONS_COPIES_CHECK_MS
+            )
+
+    async def _has_been_replaced(self) -> bool:
+        """Look for users whose home has found another standby, which it does not say; for some of them at a time."""
+        users, is_one = list(self._copied), False
+        at = self._checked % len(users)
+        self._checked = at + SESSIONS_COPIES_AT_ONCE
+        for one in users[at : self._checked]:
+            placed_as = self._tenants.placed_as(one[0])
+            try:
+                lot = self._membership.map.lot_of(placed_as.encode(), one[1].encode())
+                record = await self._membership.primacy.record(lot)
+            except WrongEpoch:
+                break
+            if record is not None and record.standby != self._membership.name and one in self._copied:
+                self._copied[one] = _Home("", 0, is_told=False, own_lease=0)
+                is_one = True
+        return is_one
 
     async def _changes(self, digest: int, within_ms: int) -> bool:
         loop = asyncio.get_running_loop()

@@ -2,8 +2,8 @@
 
 The *new* home takes a user's sessions before their first step there: it asks the node that ordered them before, by the
 record in etcd, which sends their keys and turns at once, and the blocks afterwards (`session_hand_overs`). If that node
-is not on the map, or silent for SESSIONS_SILENT_MS, its standby is asked, which has all that was acknowledged there
-(`session_standbys`), but not what that node had not taken itself.
+is not on the map, or sends nothing for SESSIONS_SILENT_MS, its standby is asked, which has all that was acknowledged
+there (`session_standbys`), but not what that node had not taken itself.
 
 What always holds: sessions are taken in the term that began with the takeover, before the first step of their user in
 it, or not at all; by then the former home orders none, so what it has is what the last step left. A session is taken
@@ -64,9 +64,6 @@ __all__ = ["SessionMoves"]
 log = logging.getLogger(__name__)
 
 _User = tuple[str, str]  # names of tenant and user
-_SILENCES = frozenset(
-    {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
-)
 
 
 class _Expected(NamedTuple):
@@ -76,6 +73,13 @@ class _Expected(NamedTuple):
     user: str
     term: Term
     taking: set[asyncio.Task[bool]]
+    limits: list[asyncio.Timeout]  # of the call that has them sent, if one is under way
+
+    def extend(self) -> None:
+        """Note that one has come: the others may take as long again."""
+        for limit in self.limits:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time() + SESSIONS_MOVE_MS / 1000)
 
 
 class SessionMoves:
@@ -153,7 +157,7 @@ class SessionMoves:
 
     async def _arrive(self, term: Term, takeover: Takeover, tenant: Tenant, user: str) -> None:
         ticket = secrets.randbits(63)
-        expected = self._expected[ticket] = _Expected(tenant, user, term, set())
+        expected = self._expected[ticket] = _Expected(tenant, user, term, set(), [])
         try:
             await self.copies.end(term.lot)  # a former home gets nothing acknowledged here any more
             is_done = await self._ask(ticket, takeover, expected)
@@ -171,19 +175,27 @@ class SessionMoves:
 
     async def _ask(self, ticket: int, takeover: Takeover, expected: _Expected) -> bool:
         """Have a user's sessions sent here, as far as anybody can; False if a node has not sent what it has."""
-        node, epoch, standby, copies = takeover
-        while True:  # each has an earlier epoch than the one before
+        primacy, lot = self._membership.primacy, expected.term.lot
+        following: Takeover | None = takeover
+        while following is not None:
+            node, epoch, standby, copies = following
             within_ms = SESSIONS_MOVE_MS // 2 if standby else SESSIONS_MOVE_MS
             answer = await self._asked(ticket, node, epoch, expected, within_ms)
             if answer is None and self._may_answer(node):
                 return False  # perhaps it has not taken them, and an earlier one has them: only it can say
+            if answer is not None and answer.lot.earlier_node and node != self._membership.name:
+                await primacy.learn(lot, epoch, Takeover.told(answer.lot), answer.lot.taken)
             if answer is None and standby:
                 answer = await self._asked(ticket, standby, copies, expected, SESSIONS_MOVE_MS)
-                if answer is None:
-                    return self.target(standby) is None  # two nodes are lost
-            if answer is None or not answer.earlier_node or answer.earlier_epoch >= epoch:
-                return True
-            node, epoch, standby, copies = Takeover.told(answer)
+                if answer is None and self.target(standby) is not None:
+                    return False
+            if answer is None:  # they are lost, or were never there, as it said when another user came
+                following = primacy.learnt(lot, epoch, expected.tenant.name, expected.user)
+            else:
+                following = Takeover.told(answer) if answer.earlier_node else None
+            if following is not None and following.epoch >= epoch:
+                break  # each has an earlier epoch than the one before
+        return True
 
     def _may_answer(self, node: str) -> bool:
         """Whether a node that has just not answered is there, and has been silent for a short time."""
@@ -208,22 +220,27 @@ class SessionMoves:
         )
         answer: pb.SendSessionsResponse
         try:
-            async with asyncio.timeout(within_ms / 1000):
+            async with asyncio.timeout(within_ms / 1000) as limit:
+                expected.limits[:] = [limit]
                 if node == self._membership.name:  # its copies, or the node in between had not taken them
                     answer = await self.send(tenant, request)
                 elif (target := self.target(node)) is None:
                     return None
                 else:
                     answer = await self._peers.stub(target).SendSessions(
-                        request, timeout=within_ms / 1000, metadata=self._peers.metadata
+                        request,
+                        timeout=SESSIONS_MOVED_MAX * SESSIONS_MOVE_MS / 1000,
+                        metadata=self._peers.metadata,
                     )
         except (TimeoutError, grpc.aio.AioRpcError, KvError) as error:
             log.warning("Sessions were not moved here from node %s: %r", node, error)
-            if isinstance(error, TimeoutError) or _is_silence(error):
-                self._note_silence(node)
-            else:
+            if _is_earlier_version(error):
                 self._silent.pop(node, None)
+            else:  # it may have just started, or refuse calls for a moment
+                self._note_silence(node)
             return None
+        finally:
+            expected.limits.clear()
         if answer.is_partial:
             self._note_silence(node)
             return None
@@ -238,10 +255,15 @@ class SessionMoves:
         """Store a session that was asked for; False if it is not expected, or can't be stored."""
         if (expected := self._expected.get(request.ticket)) is None:
             return False
-        return await to_its_end(self._store(expected, request), expected.taking)
+        is_stored = await to_its_end(self._store(expected, request), expected.taking)
+        view, placed_as = self._membership.primacy.view, self._tenants.placed_as(expected.tenant.name)
+        home = None if view is None else view.home(placed_as, expected.user)
+        if home is not None and home.name == self._membership.name:  # else the next home waits for this node
+            expected.extend()
+        return is_stored
 
     async def _store(self, expected: _Expected, request: pb.TakeSessionRequest) -> bool:
-        tenant, user, term, _ = expected
+        tenant, user, term, *_ = expected
         try:
             is_stored = await self._keep(tenant, user, request, _item(tenant, user, request, term.epoch))
         except KvError as error:
@@ -311,8 +333,9 @@ class SessionMoves:
         """Send a user's sessions of a past epoch to the member that has taken them over, or name an earlier home."""
         check_text("user", request.user)
         primacy, placed_as = self._membership.primacy, self._tenants.placed_as(tenant.name)
-        lot = self._membership.map.lot_of(placed_as.encode(), request.user.encode())
-        term = primacy.term_of(lot, request.epoch)
+        if (view := primacy.view) is None:  # it knows neither the number of lots nor the history of etcd
+            raise WrongEpoch("The node has just started, and does not know its cluster yet.")
+        term = primacy.term_of(lot := view.lot_of(placed_as.encode(), request.user.encode()), request.epoch)
         if (task := self._arriving.get((term, (tenant.name, request.user)))) is not None:
             await asyncio.wait([task])
         await self.copies.end(lot)  # what the home that has been replaced still sends is not acknowledged
@@ -320,6 +343,9 @@ class SessionMoves:
         if (takeover := primacy.untaken(term, tenant.name, request.user)) is not None:
             # What has come so far is as it was there, and may be nowhere else: if it came from here, for example.
             takeover.tell(answer)
+        if (taken_over := primacy.taken_over(term)) is not None:
+            taken_over[0].tell(answer.lot)
+            answer.lot.taken.extend(taken_over[1])
         self.hand_overs.note(tenant.name, request.user)  # the member will have said that it has them
         async for session in self.sessions_of(tenant, request):
             if request.node == self._membership.name:
@@ -384,9 +410,9 @@ class SessionMoves:
                 session.deleted.extend(key for key, entry in zip(gone, there, strict=True) if entry is None)
 
 
-def _is_silence(error: Exception) -> bool:
-    """Whether an error of a call says nothing about its end."""
-    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _SILENCES
+def _is_earlier_version(error: Exception) -> bool:
+    """Whether a node will never send sessions."""
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def _item(tenant: Tenant, user: str, told: pb.TakeSessionRequest | pb.SessionCopy, epoch: int) -> SessionItem:

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING
 
 from kvstore.config import counted
 from kvstore.durability import Durability
-from kvstore.errors import KvError, NoSession, Overloaded, ProtocolError, StorageError, WrongEpoch
+from kvstore.errors import (
+    DeadlineExceeded,
+    KvError,
+    NoSession,
+    Overloaded,
+    ProtocolError,
+    StorageError,
+    WrongEpoch,
+)
 from kvstore.limits import (
     PREFIX_STEP_BLOCKS,
     PROTECTED_SESSIONS_MAX,
@@ -180,14 +188,21 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
                 source=source,
                 label=request.name.session.encode(),
             )
-            async with (
-                self._ordered(tenant, request.source) as source_epoch,
-                self._ordered(tenant, request.name, changes=True) as epoch,
-            ):
-                whole = self._stored(source, source_epoch).manifest.blocks
-                wanted = request.blocks if request.HasField("blocks") else whole
-                item = item._replace(blocks=wanted, epoch=epoch, source_epoch=source_epoch)
-                blocks = await self._changed(item, request.name)
+            has_begun = False
+            try:
+                async with (
+                    self._ordered(tenant, request.source) as source_epoch,
+                    self._ordered(tenant, request.name, changes=True) as epoch,
+                ):
+                    whole = self._stored(source, source_epoch).manifest.blocks
+                    wanted = request.blocks if request.HasField("blocks") else whole
+                    item = item._replace(blocks=wanted, epoch=epoch, source_epoch=source_epoch)
+                    has_begun = True
+                    blocks = await self._changed(item, request.name)
+            except WrongEpoch as error:
+                if has_begun:  # the source can't be known to be ours any more; the fork may be there
+                    raise DeadlineExceeded(f"The fork may have taken effect or not: {error}") from error
+                raise
             return pb.ForkSessionResponse(blocks=blocks)
         raise AssertionError
 

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 349198d493c0d56fec0aa3f7841252ee
+# Generated from proto sources with BLAKE2b 20adcdc150b406e137d763af5817a86e
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 349198d493c0d56fec0aa3f7841252ee
+# Generated from proto sources with BLAKE2b 20adcdc150b406e137d763af5817a86e
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from kvstore.wire import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers
@@ -158,18 +158,34 @@ class SendSessionsRequest(_message.Message):
     def __init__(self, node: _Optional[str] = ..., ticket: _Optional[int] = ..., tenant: _Optional[str] = ..., user: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class SendSessionsResponse(_message.Message):
-    __slots__ = ("earlier_node", "earlier_epoch", "is_partial", "earlier_standby", "earlier_copies")
+    __slots__ = ("earlier_node", "earlier_epoch", "is_partial", "earlier_standby", "earlier_copies", "lot")
     EARLIER_NODE_FIELD_NUMBER: _ClassVar[int]
     EARLIER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     IS_PARTIAL_FIELD_NUMBER: _ClassVar[int]
     EARLIER_STANDBY_FIELD_NUMBER: _ClassVar[int]
     EARLIER_COPIES_FIELD_NUMBER: _ClassVar[int]
+    LOT_FIELD_NUMBER: _ClassVar[int]
     earlier_node: str
     earlier_epoch: int
     is_partial: bool
     earlier_standby: str
     earlier_copies: int
-    def __init__(self, earlier_node: _Optional[str] = ..., earlier_epoch: _Optional[int] = ..., is_partial: bool = ..., earlier_standby: _Optional[str] = ..., earlier_copies: _Optional[int] = ...) -> None: ...
+    lot: TakenOver
+    def __init__(self, earlier_node: _Optional[str] = ..., earlier_epoch: _Optional[int] = ..., is_partial: bool = ..., earlier_standby: _Optional[str] = ..., earlier_copies: _Optional[int] = ..., lot: _Optional[_Union[TakenOver, _Mapping]] = ...) -> None: ...
+
+class TakenOver(_message.Message):
+    __slots__ = ("earlier_node", "earlier_epoch", "earlier_standby", "earlier_copies", "taken")
+    EARLIER_NODE_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_STANDBY_FIELD_NUMBER: _ClassVar[int]
+    EARLIER_COPIES_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    earlier_node: str
+    earlier_epoch: int
+    earlier_standby: str
+    earlier_copies: int
+    taken: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, earlier_node: _Optional[str] = ..., earlier_epoch: _Optional[int] = ..., earlier_standby: _Optional[str] = ..., earlier_copies: _Optional[int] = ..., taken: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TakeSessionRequest(_message.Message):
     __slots__ = ("ticket", "session", "keys", "turns", "expires_unix_ms", "deleted", "protected_blocks")

@@ -155,7 +155,7 @@ class SimulatedMoves(SessionMoves):
             yield pb.TakeSessionRequest(ticket=request.ticket, session="chat", keys=map(str.encode, values))
 
     async def _store(self, expected: Any, request: pb.TakeSessionRequest) -> bool:
-        rng, (_, user, term, _) = self.world.rng, expected
+        rng, (_, user, term, *_) = self.world.rng, expected
         await asyncio.sleep(rng.random() * rng.choice((0.01, 0.1, 3)))
         if self.own.is_dead or self.own.drive.get(user, (-1, []))[0] >= term.epoch:
             return False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvstore.cluster.primacy import Record
 from kvstore.errors import KvError
 from kvstore.limits import SESSIONS_MOVE_RETRY_MS
 from kvstore.node.session_hand_overs import HandOvers
@@ -86,3 +88,29 @@ def test_a_standby_that_was_off_the_map_asks_the_home_again() -> None:
     assert hand_overs._unknowing_home(("", "ada")) is None
     now.lease = 8
     assert hand_overs._unknowing_home(("", "ada")) is home
+
+
+def test_a_standby_that_was_replaced_while_it_was_on_the_map_asks_the_home_again() -> None:
+    """The home does not say that it has found another one: this node did not answer then."""
+    home: Any = SimpleNamespace(name="home")
+    records = {7: Record("home", 1, 0, "me", 1, 1)}
+
+    async def record(lot: int) -> Record:
+        return records[lot]
+
+    now: Any = SimpleNamespace(
+        name="me",
+        map=SimpleNamespace(home=lambda *_: home, lot_of=lambda *_: 7),
+        lease_of={"home": 1},
+        lease=7,
+        primacy=SimpleNamespace(record=record),
+    )
+    other: Any = SimpleNamespace(placed_as=lambda name: name, is_draining=False)
+    hand_overs = HandOvers(other, other, now, other, other, other, other)
+    for user in ("ada", "grace"):
+        hand_overs.note_copy("", user, "home")
+    assert not asyncio.run(hand_overs._has_been_replaced())
+    assert hand_overs._unknowing_home(("", "ada")) is None
+    records[7] = Record("home", 1, 0, "another", 2, 2)
+    assert asyncio.run(hand_overs._has_been_replaced())
+    assert hand_overs._unknowing_home(("", "ada")) is hand_overs._unknowing_home(("", "grace")) is home
