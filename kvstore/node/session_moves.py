@@ -7,9 +7,10 @@ there (`session_standbys`), but not what that node had not taken itself.
 
 What always holds: sessions are taken in the term that began with the takeover, before the first step of their user in
 it, or not at all; by then the former home orders none, so what it has is what the last step left. A session is taken
-whole or not. It goes to the member that is named, wherever the caller is. A block is copied only to a session that
-still lists it and lacks it, and that has had no deletion of it since (`upkeep_service.Waited`); blocks deleted on the
-former home are deleted on the new one. A first step waits for SESSIONS_MOVE_MS at most, and for changes under way.
+whole or not; if one finds no room, no step of its user is made until it does. It goes to the member that is named,
+wherever the caller is. A block is copied only to a session that still lists it and lacks it, and that has had no
+deletion of it since (`upkeep_service.Waited`); blocks deleted on the former home are deleted on the new one. A first
+step waits for SESSIONS_MOVE_MS at most after each session that comes, and for changes under way.
 While a standby is on the map, no step is made before it has been asked.
 What it doesn't do: take sessions from a node that doesn't answer and had no standby; remove them there.
 """
@@ -27,7 +28,7 @@ import grpc.aio
 
 from kvstore.cluster.takeovers import Takeover
 from kvstore.durability import Durability
-from kvstore.errors import KvError, StorageError, WrongEpoch
+from kvstore.errors import KvError, Refused, StorageError, WrongEpoch
 from kvstore.limits import (
     SESSION_STEP_BLOCKS,
     SESSIONS_MOVE_MS,
@@ -74,6 +75,7 @@ class _Expected(NamedTuple):
     term: Term
     taking: set[asyncio.Task[bool]]
     limits: list[asyncio.Timeout]  # of the call that has them sent, if one is under way
+    failed: list[KvError]  # why one of them could not be stored
 
     def extend(self) -> None:
         """Note that one has come: the others may take as long again."""
@@ -145,7 +147,7 @@ class SessionMoves:
             term = await primacy.enter(self._tenants.placed_as(tenant.name), user)
             await self.arrive(term, tenant, user)
             await self.standbys.prepare(term, tenant, user)
-        except WrongEpoch as error:
+        except (WrongEpoch, StorageError) as error:
             return pb.TakeSessionsResponse(refused=str(error))
         return pb.TakeSessionsResponse(epoch=primacy.recorded_epoch(term))
 
@@ -157,7 +159,7 @@ class SessionMoves:
 
     async def _arrive(self, term: Term, takeover: Takeover, tenant: Tenant, user: str) -> None:
         ticket = secrets.randbits(63)
-        expected = self._expected[ticket] = _Expected(tenant, user, term, set(), [])
+        expected = self._expected[ticket] = _Expected(tenant, user, term, set(), [], [])
         try:
             await self.copies.end(term.lot)  # a former home gets nothing acknowledged here any more
             is_done = await self._ask(ticket, takeover, expected)
@@ -166,6 +168,8 @@ class SessionMoves:
             # What has begun must have ended before the first step: it would be seen to appear without a step.
             while expected.taking:
                 await asyncio.wait(expected.taking)
+        if expected.failed:
+            raise expected.failed[0]
         if not is_done:
             raise WrongEpoch(
                 "The node has not taken the user's sessions over from their former home or its standby yet."
@@ -181,13 +185,15 @@ class SessionMoves:
             node, epoch, standby, copies = following
             within_ms = SESSIONS_MOVE_MS // 2 if standby else SESSIONS_MOVE_MS
             answer = await self._asked(ticket, node, epoch, expected, within_ms)
+            if expected.failed:
+                return False
             if answer is None and self._may_answer(node):
                 return False  # perhaps it has not taken them, and an earlier one has them: only it can say
             if answer is not None and answer.lot.earlier_node and node != self._membership.name:
                 await primacy.learn(lot, epoch, Takeover.told(answer.lot), answer.lot.taken)
             if answer is None and standby:
                 answer = await self._asked(ticket, standby, copies, expected, SESSIONS_MOVE_MS)
-                if answer is None and self.target(standby) is not None:
+                if expected.failed or (answer is None and self.target(standby) is not None):
                     return False
             if answer is None:  # they are lost, or were never there, as it said when another user came
                 following = primacy.learnt(lot, epoch, expected.tenant.name, expected.user)
@@ -236,13 +242,14 @@ class SessionMoves:
             log.warning("Sessions were not moved here from node %s: %r", node, error)
             if _is_earlier_version(error):
                 self._silent.pop(node, None)
-            else:  # it may have just started, or refuse calls for a moment
+            elif not expected.failed:  # it may have just started, or refuse calls for a moment
                 self._note_silence(node)
             return None
         finally:
             expected.limits.clear()
         if answer.is_partial:
-            self._note_silence(node)
+            if not expected.failed:
+                self._note_silence(node)
             return None
         self._silent.pop(node, None)
         return answer
@@ -252,7 +259,7 @@ class SessionMoves:
         return next((one.node for one in self._membership.map.members if one.name == name), None)
 
     async def take_one(self, request: pb.TakeSessionRequest) -> bool:
-        """Store a session that was asked for; False if it is not expected, or can't be stored."""
+        """Store a session that was asked for; False if it is not expected, or refused; an error if there is no room."""
         if (expected := self._expected.get(request.ticket)) is None:
             return False
         is_stored = await to_its_end(self._store(expected, request), expected.taking)
@@ -268,7 +275,10 @@ class SessionMoves:
             is_stored = await self._keep(tenant, user, request, _item(tenant, user, request, term.epoch))
         except KvError as error:
             log.warning("A session was not moved here: %s", error)
-            return False
+            if isinstance(error, Refused):  # it is there, for example
+                return False
+            expected.failed.append(error)
+            raise
         if is_stored:
             self.taken_sessions += 1
             self._node.watchers.session(tenant.id, user, request.session, len(request.keys))

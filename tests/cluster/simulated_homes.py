@@ -22,7 +22,7 @@ from kvstore.cluster.etcd_history import EtcdMemory
 from kvstore.cluster.map import DRAINING, Member
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.takeovers import Takeovers
-from kvstore.errors import DeadlineExceeded, WrongEpoch
+from kvstore.errors import DeadlineExceeded, KvError, WrongEpoch
 from kvstore.limits import SESSIONS_MOVE_MS, SESSIONS_TAKING_MS
 from kvstore.node.session_copies import SessionCopies
 from kvstore.node.session_leftovers import Leftovers
@@ -147,6 +147,8 @@ class SimulatedMoves(SessionMoves):
                 return answer
         except TimeoutError:
             raise rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED) from None
+        except KvError as error:
+            raise rpc_error(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
 
     async def sessions_of(self, tenant: Any, request: Any) -> AsyncIterator[pb.TakeSessionRequest]:
         del tenant

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstore.cluster.map import DRAINING
-from kvstore.errors import WrongEpoch
+from kvstore.errors import NoSpace, WrongEpoch
 from kvstore.limits import SESSIONS_MOVE_MS, SESSIONS_SILENT_MS
+from kvstore.node.session_moves import SessionMoves
 from kvstore.wire import upkeep_pb2 as pb
 from tests.cluster.simulated import run
 from tests.cluster.simulated_homes import FAILOVER_S, TENANT, SimulatedHomes, nothing
@@ -77,6 +80,38 @@ def test_a_node_that_is_the_home_no_longer_does_not_go_on_to_take_sessions() -> 
         with pytest.raises(WrongEpoch):
             await arriving
         assert 0 < len(taken) < 4 * SESSIONS_MOVE_MS / 1000 / EACH_S
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_home_without_room_for_a_session_takes_none_until_it_has() -> None:
+    """Or else the session would be lost, although its former home still has it."""
+
+    async def history() -> None:
+        world = OneAtATime(1)
+        leases = asyncio.create_task(world.etcd.run())
+        _, home, term, taken = await a_home_that_takes(world, 3)
+        takes: Any = home.moves
+        room = 2  # for so many of them
+
+        async def keep(_: Any, __: str, request: pb.TakeSessionRequest, ___: Any) -> bool:
+            if len(taken) >= room:
+                raise NoSpace("The drive has no room for a session.")
+            if request.session not in taken:
+                taken.append(request.session)
+            return True
+
+        takes._store, takes._keep = partial(SessionMoves._store, takes), keep
+        takes._node.watchers = SimpleNamespace(session=nothing)
+        for _ in range(2 * SESSIONS_SILENT_MS // 1000):
+            with pytest.raises(NoSpace):
+                await home.moves.arrive(term, TENANT, "ada")
+            await asyncio.sleep(1)
+        assert home.primacy.untaken(term, TENANT.name, "ada") is not None
+        room = 4
+        await home.moves.arrive(term, TENANT, "ada")
+        assert taken == ["0", "1", "2"]
         leases.cancel()
 
     run(history())
