@@ -114,6 +114,8 @@ ffi.set_source(
         "-fno-inline-small-functions",  # a wheel is at most 1 MiB, and nothing is measurably slower
         "-falign-functions=1",
         "-falign-jumps=1",
+        "-falign-loops=1",
+        "-falign-labels=1",
         "-g",
         "-Wall",
         "-Wextra",

@@ -170,7 +170,7 @@ def test_one_of_three_members_may_die_or_hang(tmp_path: Path, number: signal.Sig
         assert await trying(lambda: etcd.keep(lease))
         await trying(lambda: etcd.put(FOLDER + b"a", b"one", lease))
         with pytest.raises(EtcdAway):  # what was followed there is over, and begun anew elsewhere
-            await asyncio.wait_for(watching, 10)
+            await asyncio.wait_for(watching, 30)
         await trying(lambda: until(etcd.follow(FOLDER), {b"one"}))
         await etcd.close()
 

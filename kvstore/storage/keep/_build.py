@@ -56,6 +56,10 @@ ffi.set_source(
     extra_compile_args=[
         "-std=gnu11",
         "-O2",
+        "-falign-functions=1",  # a wheel is at most 1 MiB
+        "-falign-jumps=1",
+        "-falign-loops=1",
+        "-falign-labels=1",
         "-g",
         "-Wall",
         "-Wextra",
