@@ -24,6 +24,8 @@ earlier history: it is taken when the node has known this one for SESSIONS_TAKIN
 With two copies, the record also names the lot's *standby*: the node that has, in the epoch `copies`, all acknowledged
 steps of its sessions (`kvstore.node.session_standbys`). A lot's next epoch is higher than both. So what a former
 standby has left counts for nothing, and a new home that can't ask the old one asks the node that the record names.
+A node that takes a lot names the one that it takes it from, until the first step may be acknowledged: if it is lost
+before, nothing is.
 
 A term that began when this node took the lot from another is a *takeover*: that node has the last state of each
 session in its own epoch, and the users whose first step here has come are noted, on the drive
@@ -83,6 +85,11 @@ class Record(NamedTuple):
     standby: str = ""  # has all acknowledged steps; "": no other node has
     copies: int = 0  # the epoch of its sessions
     top: int = 0  # the highest epoch that was given to a home or to copies
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no step of this epoch was acknowledged: the standby is one that had the lot before."""
+        return bool(self.standby) and self.copies < self.epoch
 
     @property
     def next_epoch(self) -> int:
@@ -341,7 +348,7 @@ class Primacy:
                 elif was.node == self._name:  # it continues, and so does its standby
                     new = was._replace(lease=lease)
                 else:
-                    new = Record(self._name, lease, was.next_epoch)
+                    new = self._taken_from(was)
                     taken = Takeover(was.node, was.epoch, was.standby, was.copies)
                     await self._takeovers.begin(lot, self.own_epoch(new.epoch), taken)
                 epoch, record = new.epoch, new.encoded()
@@ -361,6 +368,17 @@ class Primacy:
         self._check_home(tenant, user)
         self._terms[lot] = epoch = self.own_epoch(epoch)
         return epoch
+
+    def _taken_from(self, was: Record) -> Record:
+        """The record of a lot that this node takes: it names who has all until the first step."""
+        view, epoch = self._views[-1][1], was.next_epoch
+        new = Record(self._name, self._lease, epoch)
+        if not all(one.standbys for one in (*view.members, *view.absent)):
+            return new  # nodes of an earlier version could not read it
+        has_all, copies = was.standby, was.copies
+        if any(one.name == was.node for one in view.members):
+            has_all, copies = was.node, was.epoch
+        return new._replace(standby=has_all, copies=copies, top=epoch) if has_all else new
 
 
 def _record(value: bytes) -> Record | None:

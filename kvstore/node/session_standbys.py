@@ -81,7 +81,8 @@ class _Lot:
         """Begin a term: nothing is known but the users."""
         self.term, self.lease = term, lease
         self.is_known = False  # the record has been read
-        self.standby = ""  # as the record has it
+        self.standby = ""  # as the record has it, unless it names one that had the lot before this term
+        self.is_untouched = False  # it does: no step may be acknowledged before it names another, or none
         self.copies = self.ticket = 0
         self.standby_lease = 0  # of the process that gave the ticket
         self.synced: set[tuple[str, str]] = set()  # users of whose sessions the standby has all that there is
@@ -107,6 +108,7 @@ class Standbys:
         self._sending: set[asyncio.Task[None]] = set()
         self._under_way: set[asyncio.Task[Any]] = set()  # changes that may outlive their callers
         self._task: asyncio.Task[None] | None = None
+        self._touched: dict[int, Term] = {}  # by lot: a term whose record names nobody from before it
         self._used: set[str] = set()  # nodes that have been standbys of lots ordered here
         self._counted = 0  # lots without a standby, when that was last looked at
 
@@ -163,6 +165,7 @@ class Standbys:
     ) -> AsyncIterator[None]:
         """Change a session: when this ends without an error, the change may be acknowledged."""
         if (lot := self._lot(term, tenant, user)) is None:
+            await self._touch(term)
             yield
             return
         one, name = _User(tenant, user), (tenant.name, user)
@@ -204,7 +207,9 @@ class Standbys:
 
     async def prepare(self, term: Term, tenant: Tenant, user: str) -> None:
         """Have a standby for a user's sessions, without a step."""
-        if (lot := self._lot(term, tenant, user)) is not None:
+        if (lot := self._lot(term, tenant, user)) is None:
+            await self._touch(term)
+        else:
             await self._settle(lot, term, _User(tenant, user))
 
     async def named(self, term: Term, tenant: Tenant, user: str) -> tuple[str, str]:
@@ -273,6 +278,16 @@ class Standbys:
 
     # --- having a standby
 
+    async def _touch(self, term: Term) -> None:
+        """Have the record name none, if it names one that had the lot before: with one replica, before a step."""
+        if self._touched.get(term.lot) == term:
+            return
+        if (await self._membership.primacy.amend(term)).is_untouched:
+            await self._membership.primacy.amend(term, "")
+        self._touched[term.lot] = term
+        if len(self._touched) > SESSIONS_STANDBY_LOTS_MAX:
+            del self._touched[next(iter(self._touched))]
+
     async def _settle(self, lot: _Lot, term: Term, one: _User) -> None:
         """Wait until all that can be read of a user's sessions may be acknowledged."""
         if lot.lock.locked() or not self._is_settled(lot, term, one):
@@ -281,6 +296,8 @@ class Standbys:
 
     def _is_settled(self, lot: _Lot, term: Term, one: _User) -> bool:
         if (lot.term, lot.lease) != (term, self._membership.primacy.lease) or not lot.is_known:
+            return False
+        if lot.is_untouched:
             return False
         if lot.standby:
             is_synced = (one.tenant.name, one.user) in lot.synced
@@ -308,15 +325,19 @@ class Standbys:
         if wanted and wanted != lot.standby and await self._is_replaced(lot, wanted):
             return
         lot.retry_ns = self._now_ns() + SESSIONS_STANDBY_RETRY_MS * 1_000_000
-        if left := lot.standby:
+        if lot.standby or lot.is_untouched:
+            left = lot.standby
             await self._amend(lot, "")
-            log.warning("Sessions of lot %d have one copy: node %s takes none", term.lot, left)
+            if left:
+                log.warning("Sessions of lot %d have one copy: node %s takes none", term.lot, left)
 
     async def _amend(self, lot: _Lot, standby: str | None = None, copies: int = 0) -> None:
         """Read the record of a lot, or make it name another standby."""
         lot.is_known = False  # should the answer of etcd be lost
         record = await self._membership.primacy.amend(lot.term, standby, copies)
-        lot.standby, lot.copies, lot.is_known = record.standby, record.copies, True
+        lot.is_untouched = record.is_untouched
+        lot.standby, lot.copies = ("", 0) if lot.is_untouched else (record.standby, record.copies)
+        lot.is_known = True
         if lot.standby:
             self._used.add(lot.standby)
 

@@ -178,6 +178,7 @@ def test_a_home_knows_of_the_home_before_the_one_that_it_had_a_lot_from(*, has_c
         (other,) = [one for one in world.nodes.values() if await orders(one, "ada")]
         if has_come:
             assert await taken_over(other, "ada") == ["v1", "v2"]
+            await other.moves.standbys._touch(await other.primacy.enter("", "ada"))
             del other.drive["ada"]  # the user removes it
         await home.membership.announce("")
         await asyncio.sleep(FAILOVER_S)

@@ -138,7 +138,6 @@ def test_no_acknowledged_step_is_lost_with_one_node(tenth: int) -> None:
             raise
     assert count.done > 10 * SEEDS / 10
     assert count.copied > SEEDS / 10
-    assert count.removed > 0, "what is over is removed"
 
 
 @pytest.mark.parametrize("fifth", range(5))
