@@ -127,17 +127,18 @@ class Count:
         self.removed += world.removed
 
 
-@pytest.mark.parametrize("tenth", range(10))
-def test_no_acknowledged_step_is_lost_with_one_node(tenth: int) -> None:
+@pytest.mark.parametrize("fifth", range(5))
+def test_no_acknowledged_step_is_lost_with_one_node(fifth: int) -> None:
     count = Count()
-    for seed in range(tenth, SEEDS, 10):
+    for seed in range(fifth, SEEDS, 5):
         try:
             run(count.history(OneAtATime(seed), HARMS, may_lose=False))
         except (AssertionError, ValueError) as error:
             error.add_note(f"seed {seed}")
             raise
-    assert count.done > 10 * SEEDS / 10
-    assert count.copied > SEEDS / 10
+    assert count.done > 10 * SEEDS / 5
+    assert count.copied > SEEDS / 5
+    assert count.removed > 0, "what is over is removed"
 
 
 @pytest.mark.parametrize("fifth", range(5))

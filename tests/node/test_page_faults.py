@@ -26,9 +26,8 @@ def faults(pid: int) -> int:
 
 
 def test_a_put_finds_all_memory_present(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(
-        "PYTHONHASHSEED", "0"
-    )  # or a node of tests allocates memory when it is used (`warm_start`)
+    # Else it is a node that allocates memory when it is used (`tests.warm_start`).
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
     with small_node(tmp_path / "node") as node:
         rig = ClientWithBuffers(node)
 
