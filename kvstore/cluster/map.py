@@ -156,6 +156,11 @@ class Map:
         return frozenset(one.name for one in self.members)
 
     @cached_property
+    def knows_standbys(self) -> bool:
+        """Whether every node, absent ones too, can read records of lots that name a standby."""
+        return all(one.standbys for one in (*self.members, *self.absent))
+
+    @cached_property
     def in_zone(self) -> dict[str, frozenset[int]]:
         """The indices of the members of each zone."""
         zones: dict[str, set[int]] = defaultdict(set)

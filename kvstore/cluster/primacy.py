@@ -373,11 +373,9 @@ class Primacy:
         """The record of a lot that this node takes: it names who has all until the first step."""
         view, epoch = self._views[-1][1], was.next_epoch
         new = Record(self._name, self._lease, epoch)
-        if not all(one.standbys for one in (*view.members, *view.absent)):
-            return new  # nodes of an earlier version could not read it
-        has_all, copies = was.standby, was.copies
-        if any(one.name == was.node for one in view.members):
-            has_all, copies = was.node, was.epoch
+        if not view.knows_standbys:
+            return new
+        has_all, copies = (was.node, was.epoch) if was.node in view.names else (was.standby, was.copies)
         return new._replace(standby=has_all, copies=copies, top=epoch) if has_all else new
 
 

@@ -442,8 +442,8 @@ class Standbys:
     def _wanted(self, lot: int) -> str:
         """The node that should be a lot's standby; "" if there is none."""
         view = self._membership.primacy.view
-        if view is None or not all(one.standbys for one in (*view.members, *view.absent)):
-            return ""  # nodes of an earlier version could not read the record
+        if view is None or not view.knows_standbys:
+            return ""
         for at in view.owners_of(lot):
             one = view.members[at]
             if one.name != self._membership.name and one.state != DRAINING and one.replicas:
