@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import KeyTaken, NodeUnavailable, ProtocolError
 from kvstore.limits import BATCH_BLOCKS_MAX, HOT_BYTES_MIN
 from kvstore.miss import Miss, MissReason
-from kvstore.names import block_key, layout_fingerprint
+from kvstore.names import block_key, layout_fingerprint, tenant_name
 from kvstore.node import batches_service, inline
 from kvstore.node.fair_queue import Shares
+from kvstore.node.node import Node
+from kvstore.storage.store import Store
 from kvstore.wire import batches_pb2 as pb
 from kvstore.wire import batches_pb2_grpc, kvstore_pb2
 from tests.conftest import small_client
@@ -269,6 +272,28 @@ def test_a_stalled_stream_is_ended_and_its_memory_freed(
         wait_until(lambda: bool(held), "it holds memory")
         wait_until(lambda: held_bytes(node) == 0, "a reader that takes nothing in is ended")
         get.cancel()
+
+
+def test_a_read_that_is_under_way_when_the_node_ends_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fabric is closed before the drive, whose last reads can't be kept for it."""
+    reads: list[inline.PendingRead] = []
+    close = Node.close
+
+    async def close_and_read(inside: Node) -> None:
+        await close(inside)
+        tenant, wanted = tenant_name("default", inside.store.salt), name(1, MIB)
+        inside.hot.erased([(tenant, wanted.key)])
+        reads.append(inside.inline.begin_get("peer", tenant, wanted.key, wanted.fingerprint, MIB))
+        assert not reads[0].has_come
+
+    monkeypatch.setattr(Node, "close", close_and_read)
+    with NodeInProcess(tmp_path / "node") as node, small_client(node.target) as client:
+        client.put_inline(key(1), payload(1, MIB))
+    assert reads[0].has_come
+    with Store.open(tmp_path / "node", capacity_bytes=None, clock=SystemClock()) as store:
+        assert store.drives[0]._index.was_clean
 
 
 @pytest.mark.parametrize("comes_first", [False, True])
