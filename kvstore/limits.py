@@ -28,6 +28,8 @@ FABRIC_ANSWER_BYTES = 36 << 10  # of its answer: both name as many blocks as a c
 GET_BLOCKS_MAX = 1 << 17  # in one get, which is split into calls: 1 M tokens are 65,536 blocks of 16
 BATCH_PUTS_AHEAD = 64  # blocks of a stream that wait for the drive
 BATCH_ENDS_UNREAD_MAX = 8192  # results that a stream's client has not read; beyond it no block is accepted
+BATCH_ENDS_TOGETHER = 16  # results of a stream in one message, while more may follow
+BATCH_ENDS_MS = 2  # for which such a result waits at most
 BATCH_READS_AHEAD = 8  # blocks of a stream that are read while others are sent
 LAYERS_MAX = 4096  # of a model
 SHARDS_MAX = 4096  # of its KV, whose blocks are combined into those of another number of shards
@@ -428,9 +430,7 @@ WINDOWS_AHEAD = 3  # of one get in flight at a time, a slab's worth each
 INLINE_TIMEOUT_MS = 10_000  # for all bytes of an inline put, or for the client to read one chunk of a get
 INLINE_CHUNK_BYTES = 1 << 20  # of blocks sent over gRPC: each message costs Python as much as a copy of it
 CHUNK_BYTES_MAX = 4 << 20  # of one that a client sends
-MESSAGE_BYTES_MAX = (8 << 20) + (
-    64 << 10
-)  # gRPC's maximum, large enough that a too large chunk gets our own error
+MESSAGE_BYTES_MAX = 8256 << 10  # gRPC's maximum, large enough that a too large chunk gets our own error
 MESSAGE_SMALL_BYTES_MAX = 256 << 10  # of a call that names blocks: twice the size of 1,024 names
 MESSAGE_FIELDS_MAX = BATCH_BLOCKS_MAX + 64  # of a message of a stream of blocks: parts, and a few more
 PART_FIELDS_MAX = 16  # of such a part

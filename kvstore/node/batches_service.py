@@ -21,6 +21,8 @@ from kvstore.durability import Durability
 from kvstore.errors import DomainRequired, KvError, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
+    BATCH_ENDS_MS,
+    BATCH_ENDS_TOGETHER,
     BATCH_ENDS_UNREAD_MAX,
     BATCH_PUTS_AHEAD,
     BATCH_READS_AHEAD,
@@ -77,15 +79,18 @@ class BatchesService:
             tenant = self._gate.enter("put batch", context, first.tenant, first.named)
             puts = _Puts(self._node, context, tenant, first)
             answering = asyncio.create_task(puts.answer())
-            # Receive the next message while one is processed: gRPC buffers little of it before it is awaited.
-            coming = asyncio.create_task(_next(request_iterator))
+            message, coming = first, asyncio.create_task(_next(request_iterator))
             try:
-                await puts.take(first)
-                while (came := await coming) is not None and not answering.done():
+                while True:
+                    # Receive the next message while one is processed: gRPC buffers little of it before it is awaited,
+                    # and a task begins only in the loop's next round.
+                    await asyncio.sleep(0)
+                    await puts.take(message)
+                    if (came := await coming) is None or answering.done():
+                        break
                     coming = asyncio.create_task(_next(request_iterator))
                     message = parse_put(came)
                     tenant.rate.take(message.named)
-                    await puts.take(message)
                 puts.end()
                 await answering
             finally:
@@ -174,6 +179,7 @@ class _Puts:
         self._lengths: dict[int, int] = {}  # of the same
         self._ends: list[pb.BlockEnd] = []
         self._changed = asyncio.Event()  # there is something to report
+        self._report: asyncio.TimerHandle | None = None  # when some of it is
         self._freed = asyncio.Event()  # memory was freed
         self._over = False
         self._stopped = False
@@ -305,13 +311,22 @@ class _Puts:
                 end.error.retry_after_ms = error.retry_after_ms
                 self._inline.counters.refused += 1
         self._ends.append(end)
-        self._changed.set()
+        if not self._pieces or len(self._ends) >= BATCH_ENDS_TOGETHER:
+            self._changed.set()
+        elif self._report is None:
+            self._report = asyncio.get_running_loop().call_later(BATCH_ENDS_MS / 1000, self._changed.set)
 
     async def answer(self) -> None:
-        """Report results as they arrive, until the stream has ended and all are reported."""
+        """Report results, until the stream has ended and all are reported.
+
+        Each message costs as much as the processing of a block, so results wait for those of other blocks for a moment.
+        """
         while not (self._over and not self._pieces and not self._ends):
             await self._changed.wait()
             self._changed.clear()
+            if self._report is not None:
+                self._report.cancel()
+                self._report = None
             if self._stopped:
                 return
             ends, self._ends = self._ends, []
@@ -342,7 +357,8 @@ class _Puts:
                 f"{counted(self._filling.filled, 'byte')} arrived and {self._filling.name.length} were announced."
             )
         self._over = True
-        self._changed.set()
+        if not self._pieces:
+            self._changed.set()
 
     def drop(self) -> None:
         """Free the memory of an unfinished block. A complete one belongs to the store until it reports."""

@@ -14,7 +14,7 @@ import pytest
 from kvstore.clock import SystemClock
 from kvstore.durability import Durability
 from kvstore.errors import KeyTaken, NodeUnavailable, ProtocolError
-from kvstore.limits import BATCH_BLOCKS_MAX, HOT_BYTES_MIN
+from kvstore.limits import BATCH_BLOCKS_MAX, BATCH_ENDS_TOGETHER, HOT_BYTES_MIN
 from kvstore.miss import Miss, MissReason
 from kvstore.names import block_key, layout_fingerprint, tenant_name
 from kvstore.node import batches_service, inline
@@ -28,10 +28,11 @@ from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvstore.client import Client
+    from kvstore.storage.items import PutItem
 
 pytestmark = pytest.mark.node("in process", capacity_bytes=256 << 20, hot_bytes=HOT_BYTES_MIN)
 
@@ -84,6 +85,76 @@ def test_more_blocks_than_fit_in_one_message(client: Client) -> None:
     assert list(client.get_many_inline([(one, len(data)) for one, data in blocks])) == [
         data for _, data in blocks
     ]
+
+
+def held_back(node: NodeInProcess) -> Callable[[], None]:
+    """Have the node's store accept its next put only when the returned function is called."""
+    held: list[Callable[[], None]] = []
+
+    def hold(inside: Node) -> None:
+        put = inside.store.put
+
+        def later(items: Sequence[PutItem], done: Any) -> None:
+            if held:
+                put(items, done)
+            else:
+                held.append(lambda: put(items, done))
+
+        vars(inside.store)["put"] = later
+
+    node.call(hold)
+    return lambda: node.call(lambda _: held[0]())
+
+
+def puts_of(count: int) -> Iterator[pb.PutBatchRequest]:
+    for number in range(count):
+        yield pb.PutBatchRequest(parts=[pb.PutPart(name=name(number, 1), chunk=b"a")])
+
+
+def test_a_block_is_answered_while_another_one_is_still_being_written(node: NodeInProcess) -> None:
+    release = held_back(node)
+    with grpc.insecure_channel(node.target) as channel:
+        answers = stub(channel).PutBatch(puts_of(4), timeout=WAIT_S)
+        early: list[int] = []
+        while len(early) < 3:
+            early += [end.number for end in next(answers).ends]
+        assert sorted(early) == [1, 2, 3]
+        release()
+        assert [end.number for answer in answers for end in answer.ends] == [0]
+
+
+def test_results_that_others_may_follow_soon_are_sent_together(
+    node: NodeInProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches_service, "BATCH_ENDS_MS", WAIT_S * 2000)
+    release = held_back(node)
+    with grpc.insecure_channel(node.target) as channel:
+        answers = stub(channel).PutBatch(puts_of(BATCH_ENDS_TOGETHER + 1), timeout=WAIT_S)
+        assert {end.number for end in next(answers).ends} == set(range(1, BATCH_ENDS_TOGETHER + 1))
+        release()
+        assert [end.number for end in next(answers).ends] == [0], "none may follow"
+        assert list(answers) == []
+
+
+def test_the_next_message_is_received_while_one_is_processed(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    awaited: list[int] = []
+    at_each: list[int] = []
+    receive, take = batches_service._next, batches_service._Puts.take
+
+    async def noted(requests: Any) -> Any:
+        awaited.append(1)
+        return await receive(requests)
+
+    async def taken(puts: Any, message: Any) -> None:
+        at_each.append(len(awaited))
+        await take(puts, message)
+
+    monkeypatch.setattr(batches_service, "_next", noted)
+    monkeypatch.setattr(batches_service._Puts, "take", taken)
+    assert {one.error for one in client.put_many_inline([(key(n), bytes(MIB)) for n in range(3)])} == {None}
+    assert at_each == [2, 3, 4]
 
 
 def test_a_stream_of_more_bytes_than_its_share_waits_for_its_own_earlier_blocks(
