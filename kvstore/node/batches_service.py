@@ -280,7 +280,7 @@ class _Puts:
         if not items:
             return
         try:
-            self._store.put(items, partial(self._kept, self._inline.timings.clock.monotonic_ns()))
+            self._inline.keep(items, partial(self._kept, self._inline.timings.clock.monotonic_ns()))
         except KvError as error:
             for item in items:
                 self._inline.give_back(self._who, self._pieces.pop(item.tag))

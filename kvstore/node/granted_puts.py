@@ -265,9 +265,9 @@ class Granted:
                 self._node.later(0, self._written, numbers)
 
     def before_others(self, names: Sequence[Name]) -> None:
-        """Prepare puts of these names by another way: lanes take them no more, and what lanes have is processed."""
+        """Prepare puts of these names by another way: lanes take them no more, and the store has what has landed."""
         self._memory.stored(names)
-        if self._lanes.ahead:
+        if self._lanes.ahead or self._gathering or self._memory.shelf.came != self._heard:
             self.take_all()
 
     def removed(self, rows: NDArray[Any], *, are_replaced: bool) -> None:

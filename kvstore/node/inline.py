@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvstore.config import counted, shown_apart
 from kvstore.durability import Durability
-from kvstore.errors import DeadlineExceeded, Overloaded, ProtocolError
+from kvstore.errors import DeadlineExceeded, KvError, Overloaded, ProtocolError
 from kvstore.limits import CHUNK_BYTES_MAX, HEADER_BYTES, INLINE_CHUNK_BYTES, INLINE_TIMEOUT_MS, PAGE_BYTES
 from kvstore.miss import Miss
 from kvstore.names import UNSAID
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvstore.node.hot_pages import Piece
     from kvstore.node.statistics import Counters
     from kvstore.node.timings import Timings
-    from kvstore.storage.items import PutDone
+    from kvstore.storage.items import PutDone, PutsDone
     from kvstore.storage.store import Store
 
 __all__ = ["InlineBlocks", "InlineRead", "PendingRead", "check_chunk", "deadline"]
@@ -136,8 +136,6 @@ class InlineBlocks:
 
             def finish(batch: Sequence[PutDone]) -> None:
                 self.give_back(who, piece)
-                if batch[0].error is not None:
-                    self._granted.free_names([(tenant, key)])
                 lengths = [length] if batch[0].error is None else []
                 self.counters.kept(lengths)
                 self.timings.inline_kept(
@@ -147,8 +145,7 @@ class InlineBlocks:
                     kept.set_result(batch[0])
 
             before_kept(item)
-            self._granted.before_others([item[:2]])
-            self._store.put([item], finish)
+            self.keep([item], finish)
         except BaseException:
             self.give_back(who, piece)
             raise
@@ -157,6 +154,21 @@ class InlineBlocks:
         if done.error is not None:
             raise done.error
         return done.durability
+
+    def keep(self, items: Sequence[PutItem], done: PutsDone) -> None:
+        """Pass blocks to the store. No lane takes one of their names before it is done with them."""
+        names = {item.tag: item[:2] for item in items}
+
+        def ended(batch: Sequence[PutDone]) -> None:
+            done(batch)
+            self._granted.free_names([names[one.tag] for one in batch if one.error is not None])
+
+        self._granted.before_others(list(names.values()))
+        try:
+            self._store.put(items, ended)
+        except KvError:
+            self._granted.free_names(list(names.values()))
+            raise
 
     async def _fill(self, piece: Piece, length: int, chunks: AsyncIterator[bytes]) -> None:
         payload = self.memory.payload(piece, length)

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -79,11 +79,12 @@ def test_blocks_are_written_and_read_back_while_the_nodes_python_is_blocked(
         while_python_stands_still(node, rig)
 
 
-def test_a_block_written_by_a_lane_is_known_before_its_name_is_put_another_way(
-    node: NodeInProcess, rig: ClientWithBuffers
-) -> None:
+def is_known_before_its_name_is_put_another_way(
+    node: NodeInProcess, rig: ClientWithBuffers, durability: Durability
+) -> bool:
+    """Whether a put that is acknowledged while the node's Python stands still comes before one over gRPC."""
     rig.client.put([rig.block(0, 5000)])
-    wait_until(lambda: is_settled(node), "the lane has ground")
+    wait_until(lambda: is_settled(node), "the lane has ground, if there is one")
     held, go_on = threading.Event(), threading.Event()
     block, seen = rig.block(1, 5000), []
 
@@ -98,11 +99,67 @@ def test_a_block_written_by_a_lane_is_known_before_its_name_is_put_another_way(
     node._loop.call_soon_threadsafe(look, node.node)
     assert held.wait(WAIT_S)
     try:
-        assert rig.client.put([block], timeout_s=WAIT_S / 2)[0].error is None
+        assert rig.client.put([block], durability=durability, timeout_s=WAIT_S / 2)[0].error is None
     finally:
         go_on.set()
+    wait_until(lambda: is_settled(node), "both are stored")
     assert rig.client.status(wait_s=WAIT_S).blocks == 2
-    assert seen == [True]
+    return seen == [True]
+
+
+def test_a_block_written_by_a_lane_is_known_before_its_name_is_put_another_way(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
+    assert is_known_before_its_name_is_put_another_way(node, rig, Durability.WRITTEN)
+
+
+@pytest.mark.node("in process", lane=False)
+def test_a_block_that_has_landed_is_stored_before_its_name_is_put_another_way(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
+    """Otherwise the other put would be first, and this block, which was acknowledged, would be lost."""
+    assert is_known_before_its_name_is_put_another_way(node, rig, LANDED)
+
+
+@pytest.mark.parametrize("how", ["in a stream", "alone"])
+def test_no_lane_takes_a_name_that_is_being_put_over_grpc(
+    node: NodeInProcess, rig: ClientWithBuffers, how: str
+) -> None:
+    rig.client.put([rig.block(0, 5000)])
+    wait_until(lambda: is_settled(node), "the lane has ground")
+    held, go_on = threading.Event(), threading.Event()
+    block, done = rig.block(1, 5000), []
+
+    def hold(inside: Node) -> None:
+        put = inside.store.put
+
+        def held_put(*arguments: Any) -> None:
+            put(*arguments)
+            held.set()
+            go_on.wait(WAIT_S)
+            del vars(inside.store)["put"]
+
+        vars(inside.store)["put"] = held_put
+
+    def put_inline() -> None:
+        if how == "in a stream":
+            done.extend(rig.client.put_many_inline([(block.key, b"others")]))
+        else:
+            done.append(rig.client.put_inline(block.key, b"others"))
+
+    node.call(hold)
+    thread = threading.Thread(target=put_inline)
+    thread.start()
+    assert held.wait(WAIT_S)
+    try:
+        puts = rig.client.arm([block], durability=LANDED)
+        assert not puts.wait_landed(0.2), "its bytes have to be compared with the others"
+    finally:
+        go_on.set()
+        thread.join(WAIT_S)
+    assert isinstance(puts.wait(WAIT_S)[0].error, KeyTaken)
+    assert len(done) == 1
+    assert rig.client.get_inline(block.key, len(b"others")) == b"others"
 
 
 def while_python_stands_still(node: NodeInProcess, rig: ClientWithBuffers) -> None:
