@@ -179,6 +179,9 @@ class Core(Handle):
         return self.fabric
 
     def _check_open(self) -> None:
+        if self.is_inherited:
+            # gRPC and the fabric would wait for threads of the parent, or break its connection.
+            raise Closed("The client was opened before this process was forked. Open one in the child.")
         if self._closed:
             raise Closed("The client is closed.")
 

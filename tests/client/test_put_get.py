@@ -261,3 +261,44 @@ def test_a_forked_child_may_close_its_parents_client(node: NodeProcess, tenant: 
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == ["WRITTEN", "0", "WRITTEN"], done.stderr
     assert "Traceback" not in done.stderr
+
+
+_CALLS_FORKED = """
+import os, sys
+from kvstore import Block, Client, block_key
+from kvstore.errors import Closed
+
+client = Client(sys.argv[1], tenant=sys.argv[2], transport=sys.argv[3])
+kv = client.register(bytearray(4096))
+block, key = Block(block_key(b"one"), kv, 0, 4096), block_key(b"two")
+client.put([block])
+client.put_inline(key, b"two")
+child = os.fork()
+if not child:
+    refused = 0
+    for call in (
+        lambda: client.get([block]),
+        lambda: client.put([block]),
+        lambda: client.get_inline(key, 3),
+        lambda: list(client.get_many_inline([(key, 3)])),
+        lambda: client.put_many_inline([(key, b"two")]),
+        lambda: client.exists([key]),
+    ):
+        try:
+            call()
+        except Closed:
+            refused += 1
+    os._exit(refused)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), client.get_inline(key, 3).decode())
+client.close()
+"""
+
+
+@pytest.mark.parametrize("transport", ["fabric", "grpc"])
+def test_a_forked_child_is_refused_each_call_of_its_parents_client(
+    node: NodeProcess, tenant: str, transport: str
+) -> None:
+    """It has none of the threads that would end a call, and would break the parent's connection."""
+    command = [sys.executable, "-c", _CALLS_FORKED, node.target, tenant, transport]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["6", "two"], done.stderr
