@@ -162,6 +162,27 @@ def test_no_lane_takes_a_name_that_is_being_put_over_grpc(
     assert rig.client.get_inline(block.key, len(b"others")) == b"others"
 
 
+@pytest.mark.node("in process", lane=False)
+@pytest.mark.parametrize("expires", ["never", "in a minute"])
+def test_a_block_that_has_landed_is_found_whatever_is_put_under_its_key_meanwhile(
+    node: NodeInProcess, rig: ClientWithBuffers, expires: str
+) -> None:
+    expires_unix_ms = (time.time_ns() // 1_000_000 + 60_000) * (expires != "never")
+    block, other = rig.block(1, 5000, offset=0), rig.block(1, 5000, offset=MIB)
+    node.call(lambda inside: vars(inside.store).update(put=full))
+    (first,) = rig.client.put([block], durability=LANDED, expires_unix_ms=expires_unix_ms)
+    assert first.error is None
+    node.call(lambda inside: inside.catch_up())
+    puts = rig.client.arm([other])
+    wait_until(lambda: node.call(lambda inside: len(inside.granted)) == 2, "the other has arrived")
+    node.call(lambda inside: inside.catch_up())
+    found = rig.client.get_inline(block.key, 5000)
+    node.call(lambda inside: vars(inside.store).pop("put"))
+    assert found == rig.source[:5000]
+    assert isinstance(puts.wait(WAIT_S)[0].error, KeyTaken)
+    assert rig.client.get_inline(block.key, 5000) == rig.source[:5000]
+
+
 def while_python_stands_still(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     rig.client.put([rig.block(0, 5000)])  # with which each drive lends its lane ground
     wait_until(lambda: is_settled(node), "the first is on the drive")
