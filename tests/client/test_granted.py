@@ -128,7 +128,8 @@ def test_no_lane_takes_a_name_that_is_being_put_over_grpc(
     rig.client.put([rig.block(0, 5000)])
     wait_until(lambda: is_settled(node), "the lane has ground")
     held, go_on = threading.Event(), threading.Event()
-    block, done = rig.block(1, 5000), []
+    block = rig.block(1, 5000)
+    done: list[object] = []
 
     def hold(inside: Node) -> None:
         put = inside.store.put
