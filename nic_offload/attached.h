@@ -139,6 +139,7 @@ struct tk_shared {
 	uint64_t hold_ns; /* how long after a call the node keeps the blocks whose locations it gave */
 	uint64_t rows; /* a row for each word, in which the node gives a single block's location; 0: none */
 	uint32_t served_code, scattered_code, corrupt_code, late_code;
+	uint32_t rows_count, zero; /* so many of the caller's words have a row each, and may be stored there instead */
 };
 /* The destination of a block of a fetch, in our own memory. */
 struct tk_wanted {
@@ -204,9 +205,9 @@ int tk_endpoint_share_words(struct tk_endpoint *endpoint, uint64_t target, uint6
 			    int doorbell);
 
 /* The peer reads blocks of TK_SHARED_PUT itself, if they are in this memory. It gets their locations in rows, one for
- * each of its first `count` words, in the same memory as those words. */
+ * each of its first `count` words, in the same memory as those words; and if it `looks` there, also these words. */
 int tk_endpoint_share_reads(struct tk_endpoint *endpoint, uint64_t target, uint64_t key, uint64_t rows, uint32_t count,
-			    uint64_t memory, uint64_t bytes);
+			    int looks, uint64_t memory, uint64_t bytes);
 /* cdef end */
 
 #endif

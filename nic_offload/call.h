@@ -61,7 +61,10 @@ struct shared_row {
 	uint64_t generation; /* of the word */
 	uint64_t offset, until_ns;
 	uint64_t read; /* set by the client: the generation whose block it has read or no longer wants */
-	uint32_t crc32c, zero[7];
+	uint32_t crc32c, zero;
+	uint64_t word;	/* instead of a word over the fabric, for a client that looks for it here, */
+	uint64_t count; /* and in the first row, how many of these were stored in all of them */
+	uint64_t zeros;
 };
 
 static inline int call_fetches(uint8_t kind)

@@ -82,6 +82,7 @@ int tk_caller_close(struct tk_caller *caller)
 void tk_caller_share(struct tk_caller *caller, const struct tk_shared *shared)
 {
 	caller->shared = *shared;
+	__atomic_store_n(&caller->rows, shared->rows ? shared->rows_count : 0, __ATOMIC_RELEASE);
 	__atomic_store_n(&caller->shares, shared->length > 0, __ATOMIC_RELEASE);
 }
 

@@ -93,15 +93,17 @@ class Caller:
         corrupt_code: int,
         late_code: int,
         rows: int = 0,
+        rows_count: int = 0,
     ) -> None:
         """Allow reading blocks from the node's memory, which stays mapped here until this is closed.
 
-        `rows`: the address of the rows in which the node gives locations of single blocks; 0: there are none.
+        `rows`: the address of the rows in which the node gives locations of single blocks, and stores words, of our
+        first `rows_count` words; 0: there are none.
         The codes of a group's row for such a block: it was read; read into its pieces as well; corrupt; too late.
         """
         shared = ffi.new("struct tk_shared *")
         shared.address, shared.length, shared.hold_ns = address_of(memory), len(memory), lib.TK_HELD_NS
-        shared.rows = rows
+        shared.rows, shared.rows_count = rows, rows_count
         shared.served_code, shared.scattered_code = served_code, scattered_code
         shared.corrupt_code, shared.late_code = corrupt_code, late_code
         lib.tk_caller_share(self._handle, shared)

@@ -40,6 +40,8 @@ struct tk_caller {
 	struct queue unplaced;
 
 	struct tk_shared shared; /* length 0: the node's memory is not mapped here */
+	uint32_t rows;		 /* atomic: how many of its words have rows */
+	uint64_t words_seen;	 /* by the thread that runs the rounds: how many words were stored in these */
 	int shares;		 /* atomic: blocks may be read from there */
 	uint64_t shared_blocks;	 /* atomic: number of blocks read from there */
 };

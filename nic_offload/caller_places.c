@@ -132,6 +132,36 @@ uint64_t caller_word(const struct tk_caller *caller, uint64_t address)
 	return (address - caller->setup.words) / 8;
 }
 
+/* Rows that had their word before it was awaited are looked at once more. */
+int shared_words_came(struct tk_fabric *fabric)
+{
+	int came = 0, has_rows = 0;
+	for (struct tk_caller *caller = fabric->callers; caller; caller = caller->next) {
+		if (!__atomic_load_n(&caller->rows, __ATOMIC_ACQUIRE))
+			continue;
+		uint64_t count = tk_word_load(&((const struct shared_row *)caller->shared.rows)->count);
+		came |= count != caller->words_seen;
+		caller->words_seen = count;
+		has_rows = 1;
+	}
+	came |= has_rows && fabric->acks.has_new;
+	fabric->acks.has_new = 0;
+	return came;
+}
+
+uint64_t shared_word(const struct tk_fabric *fabric, const struct work *watch)
+{
+	const struct tk_caller *caller = fabric->callers;
+	while (caller && caller->setup.endpoint != watch->ack.endpoint)
+		caller = caller->next;
+	uint64_t number = caller ? caller_word(caller, watch->ack.word) : 0;
+	if (!caller || number >= __atomic_load_n(&caller->rows, __ATOMIC_ACQUIRE))
+		return 0;
+	uint64_t word = tk_word_load(&((const struct shared_row *)caller->shared.rows)[number].word);
+	uint32_t code = word & ((1u << ACK_CODE_BITS) - 1);
+	return word >> ACK_CODE_BITS == watch->ack.generation && code > watch->code ? word : 0;
+}
+
 void caller_read(struct tk_caller *caller, uint32_t place)
 {
 	pthread_mutex_lock(&caller->lock);

@@ -310,7 +310,7 @@ static int answer_prefix(struct tk_fabric *fabric, struct tk_desk *desk, const s
 	pthread_mutex_unlock(&shelf->lock);
 	if (!work)
 		return 0;
-	desk_send_word(fabric, work, desk, head->ack_word, head->generation, CALL_DONE);
+	desk_tell(fabric, work, desk, head);
 	return 1;
 }
 

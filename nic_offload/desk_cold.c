@@ -253,7 +253,7 @@ static void begin_all(struct tk_fabric *fabric, struct work *work, struct tk_des
 		}
 		work = next;
 	}
-	desk_send_word(fabric, work, desk, head->ack_word, head->generation, CALL_DONE);
+	desk_tell(fabric, work, desk, head);
 }
 
 int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struct call_head *head)

@@ -31,6 +31,8 @@ void desk_send_block(struct tk_fabric *fabric, struct work *work, struct tk_desk
 		     struct shelved *block, struct served *served);
 void desk_send_word(struct tk_fabric *fabric, struct work *work, const struct tk_desk *desk, uint32_t word,
 		    uint64_t generation, uint32_t code);
+/* Answers a call with DONE, before or after its blocks. */
+void desk_tell(struct tk_fabric *fabric, struct work *work, const struct tk_desk *desk, const struct call_head *head);
 
 /* desk_cold.c; the first without the lock */
 int desk_answer_cold(struct tk_fabric *fabric, struct tk_desk *desk, const struct call_head *head);

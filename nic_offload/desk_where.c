@@ -143,3 +143,12 @@ void desk_called_again(struct tk_desk *desk, const struct tk_landing *landing)
 	desk_release(desk, place);
 	pthread_mutex_unlock(&desk->shelf->lock);
 }
+
+void desk_tell(struct tk_fabric *fabric, struct work *work, const struct tk_desk *desk, const struct call_head *head)
+{
+	struct spot spot = {desk->setup.ack_base + (uint64_t)head->ack_word * 8, desk->setup.ack_key};
+	if (put_row_word(fabric, desk->setup.endpoint, head->generation << ACK_CODE_BITS | CALL_DONE, spot))
+		recycle(fabric, work);
+	else
+		desk_send_word(fabric, work, desk, head->ack_word, head->generation, CALL_DONE);
+}

@@ -149,7 +149,7 @@ struct watch {
 
 struct watches {
 	struct watch *items;
-	uint32_t count, capacity;
+	uint32_t count, capacity, has_new; /* `has_new`: one was added since they were last polled */
 };
 
 /* A call that the progress thread executes while its caller waits. Everything that changes what the thread polls goes
@@ -182,7 +182,8 @@ struct shared_words {
 struct shared_reads {
 	struct spot first; /* of its words */
 	uint64_t rows, memory, bytes;
-	uint32_t count; /* of rows */
+	uint32_t count, has_words; /* of rows; whether they have words too, */
+	uint64_t words;		   /* and how many were stored */
 };
 
 struct domain {

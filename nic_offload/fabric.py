@@ -319,10 +319,15 @@ class Endpoint(Handle):
         if code:
             raise FabricError.from_code("Sharing words with a peer", code)
 
-    def share_reads(self, target: int, target_key: int, rows: int, count: int, memory: Region) -> None:
-        """The peer reads this memory of ours itself; `count` rows, one for each of its words, give it locations."""
+    def share_reads(
+        self, target: int, target_key: int, rows: int, count: int, memory: Region, *, looks: bool
+    ) -> None:
+        """The peer reads this memory of ours itself; `count` rows, one for each of its words, give it locations.
+
+        `looks`: it looks for words in these rows, too.
+        """
         code = lib.tk_endpoint_share_reads(
-            self.handle, target, target_key, rows, count, memory.address, memory.length
+            self.handle, target, target_key, rows, count, looks, memory.address, memory.length
         )
         if code:
             raise FabricError.from_code("Sharing memory with a peer", code)

@@ -216,12 +216,16 @@ int shared_where(struct tk_fabric *fabric, struct work *watch, struct tk_region 
 uint32_t shared_copy(struct tk_fabric *fabric, struct work *work, uint32_t bytes_max);
 void shared_over(struct work *watch);
 int shared_located(struct tk_fabric *fabric, struct work *watch); /* reads one block's location; 0: it must not be read */
+int shared_words_came(struct tk_fabric *fabric); /* whether rows may have words that were not seen yet */
+uint64_t shared_word(const struct tk_fabric *fabric, const struct work *watch); /* the awaited word, out of its row; or 0 */
 
 /* shared_reads.c: the same, on the node's side */
 int may_share(const struct work *work);
 int send_location(struct tk_fabric *fabric, struct work *work); /* 0, or the error of posting */
 void await_copy(struct tk_fabric *fabric, struct work *work); /* it has left all other queues */
 int poll_shared_reads(struct tk_fabric *fabric);
+/* Stores a word that follows no bytes in its row; returns 0 if it has to be posted. */
+int put_row_word(struct tk_fabric *fabric, struct tk_endpoint *endpoint, uint64_t word, struct spot spot);
 
 /* shared_puts.c: puts and words between two ends on one machine */
 /* Returns 0 if the word has to be posted. */

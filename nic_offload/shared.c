@@ -7,7 +7,8 @@
  * computed from what is written there. A node that can't answer this way answers as to any other client.
  *
  * Blocks that must first be read from a drive, or are sent by the application, are reported one by one: a block's
- * word says that its location is in a row of memory that both ends have mapped (shared_reads.c).
+ * word says that its location is in a row of memory that both ends have mapped (shared_reads.c). The word is in the row
+ * as well: a count in the first row says that there are new ones.
  *
  * What always holds: a row of the group ends when all of its block's bytes have arrived with the checksum that the
  * node gave, or as a miss. Nothing is written for a row that is over. If a copy took so long that the node may have

@@ -17,6 +17,7 @@ int watch_add(struct watches *watches, const uint64_t *word, uint64_t expected, 
 	if (grow((void **)&watches->items, &watches->capacity, watches->count, sizeof *watches->items))
 		return -ENOMEM;
 	work->place = watches->count;
+	watches->has_new = 1;
 	watches->items[watches->count++] =
 		(struct watch){.word = word, .expected = expected, .before = tk_word_load(word), .work = work};
 	return 0;
@@ -72,16 +73,16 @@ int poll_landings(struct tk_fabric *fabric)
 
 int poll_acks(struct tk_fabric *fabric)
 {
-	int busy = 0;
 	struct watches *watches = &fabric->acks;
+	int busy = 0, in_rows = shared_words_came(fabric);
 	for (uint32_t i = 0; i < watches->count; i++) {
 		struct watch *watch = &watches->items[i];
-		uint64_t value = tk_word_load(watch->word);
-		if (value == watch->before)
-			continue;
 		struct work *work = watch->work;
+		uint64_t before = watch->before, value = tk_word_load(watch->word);
 		watch->before = value;
-		value = ack_in(&work->ack, value);
+		value = value != before ? ack_in(&work->ack, value) : in_rows ? shared_word(fabric, work) : 0;
+		if (!value && watch->before == before)
+			continue;
 		uint32_t code = value & ((1u << ACK_CODE_BITS) - 1);
 		if (work->partner && !work->partner->posted_ns) /* the peer can't have got what this is the answer to */
 			code = 0;

@@ -220,6 +220,7 @@ class Link:
             seals=True,
             shares=True,
             reads_directory=True,
+            looks_in_rows=True,
         )
         self._responses = self.stub.Attach(self._requests(request))
         client.attaching(self._responses.cancel)
@@ -244,7 +245,7 @@ class Link:
                 mapped = self.mapped.slots
                 rows = 0 if mapped is None else address_of(mapped.memory) + mapped.rows_offset
                 self.calls.caller.share(
-                    self.mapped.hot, AckCode.SERVED, AckCode.SCATTERED, corrupt, late, rows
+                    self.mapped.hot, AckCode.SERVED, AckCode.SCATTERED, corrupt, late, rows, ACK_WORDS
                 )
             self.direct = self._open_direct(answer.shared)
         if answer.HasField("puts") and self.mapped.is_sure:

@@ -55,11 +55,14 @@ class _Offer:
         slots: SharedSlots | None,
         desk: Desk | None,
         expires: asyncio.TimerHandle,
+        *,
+        looks: bool,
     ) -> None:
         self.connection = connection
         self.slots = slots
         self.desk = desk  # whose client reads blocks by itself; None: it does not
         self.expires = expires
+        self.looks = looks  # for words in its slots' rows
 
 
 class Sharing:
@@ -102,11 +105,11 @@ class Sharing:
         return self._places.left(tenant) > 0
 
     def offer(
-        self, connection: Connection, slots: SharedSlots | None, desk: Desk | None
+        self, connection: Connection, slots: SharedSlots | None, desk: Desk | None, *, looks: bool = False
     ) -> pb.SharedMemory | None:
         """The offer to a client that may map memory; None if there is nothing to map.
 
-        With its `desk`, it may also read blocks of its tenant without a call.
+        With its `desk`, it may also read blocks of its tenant without a call. `looks`: for words in its slots' rows.
         """
         if self._hot is None and slots is None:
             return None
@@ -114,7 +117,7 @@ class Sharing:
         expires = self._loop.call_later(SHARE_PASS_MS / 1000, self._expire, one)
         if slots is None or self._directory is None:
             desk = None
-        self._offers[one] = _Offer(connection, slots, desk, expires)
+        self._offers[one] = _Offer(connection, slots, desk, expires, looks=looks)
         message = pb.SharedMemory(socket=self._name, pass_once=one)
         if self._hot is not None:
             message.size_bytes = self._hot.size_bytes
@@ -205,7 +208,7 @@ class Sharing:
         try:
             connection = offer.connection
             if caller.recv(1) == MAPPED and not connection.closed:
-                slots.mapped(connection, None if self._hot is None else self._hot.region)
+                slots.mapped(connection, None if self._hot is None else self._hot.region, looks=offer.looks)
                 if offer.desk is not None:
                     self._desks[connection] = offer.desk
                     offer.desk.log(slots.log)

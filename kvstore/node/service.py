@@ -128,7 +128,12 @@ class KvStoreService(kvstore_pb2_grpc.KvStoreServicer):
                 if puts is not None:
                     answer.puts.CopyFrom(_put_area_message(puts.description))
                 if sharing is not None:
-                    shared = sharing.offer(connection, None if puts is None else puts.shared, desk)
+                    shared = sharing.offer(
+                        connection,
+                        None if puts is None else puts.shared,
+                        desk,
+                        looks=request.looks_in_rows,
+                    )
                     if shared is not None:
                         answer.shared.CopyFrom(shared)
                 yield answer

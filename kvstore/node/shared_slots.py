@@ -56,8 +56,11 @@ class SharedSlots:
         finally:
             os.close(heard)
 
-    def mapped(self, connection: Connection, hot: Region | None) -> None:
-        """Note that the client has mapped the memory, and watches its words there. `hot`: memory that it can read."""
+    def mapped(self, connection: Connection, hot: Region | None, *, looks: bool) -> None:
+        """Note that the client has mapped the memory, and watches its words there.
+
+        `hot`: memory that it can read; `looks`: it looks for words in its rows, too.
+        """
         self.is_mapped = True
         self._fabric.listen(self._own_doorbell, is_pipe=False)
         acks = connection.acks
@@ -65,7 +68,7 @@ class SharedSlots:
         words, rows = here + self.words_offset, here + self.rows_offset
         connection.endpoint.share_words(acks.target(ACK_WORDS), acks.key, words, GRANTED_PUTS, self._doorbell)
         if hot is not None:
-            connection.endpoint.share_reads(acks.target(0), acks.key, rows, ACK_WORDS, hot)
+            connection.endpoint.share_reads(acks.target(0), acks.key, rows, ACK_WORDS, hot, looks=looks)
         self.withhold()
 
     @property

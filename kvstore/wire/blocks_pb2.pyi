@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 20adcdc150b406e137d763af5817a86e
+# Generated from proto sources with BLAKE2b f7941aba63f8512ff7774a56260c9ae9
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b 20adcdc150b406e137d763af5817a86e
+# Generated from proto sources with BLAKE2b f7941aba63f8512ff7774a56260c9ae9
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -94,7 +94,7 @@ ERROR_CODE_NOT_ENCRYPTED: ErrorCode
 ERROR_CODE_BEING_ERASED: ErrorCode
 
 class AttachRequest(_message.Message):
-    __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots", "answers_base", "puts_by_grants", "seals", "shares", "reads_directory")
+    __slots__ = ("tenant", "provider", "fabric_address", "ack_base", "ack_key", "ack_words", "block_bytes_max", "slots", "answers_base", "puts_by_grants", "seals", "shares", "reads_directory", "looks_in_rows")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PROVIDER_FIELD_NUMBER: _ClassVar[int]
     FABRIC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class AttachRequest(_message.Message):
     SEALS_FIELD_NUMBER: _ClassVar[int]
     SHARES_FIELD_NUMBER: _ClassVar[int]
     READS_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    LOOKS_IN_ROWS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     provider: str
     fabric_address: bytes
@@ -121,7 +122,8 @@ class AttachRequest(_message.Message):
     seals: bool
     shares: bool
     reads_directory: bool
-    def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ..., answers_base: _Optional[int] = ..., puts_by_grants: bool = ..., seals: bool = ..., shares: bool = ..., reads_directory: bool = ...) -> None: ...
+    looks_in_rows: bool
+    def __init__(self, tenant: _Optional[str] = ..., provider: _Optional[str] = ..., fabric_address: _Optional[bytes] = ..., ack_base: _Optional[int] = ..., ack_key: _Optional[int] = ..., ack_words: _Optional[int] = ..., block_bytes_max: _Optional[int] = ..., slots: _Optional[int] = ..., answers_base: _Optional[int] = ..., puts_by_grants: bool = ..., seals: bool = ..., shares: bool = ..., reads_directory: bool = ..., looks_in_rows: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("connection", "node", "fabric_address", "slots", "landing_key", "calls", "puts", "parts", "seal", "shared", "encrypts", "prefixes")

@@ -64,14 +64,14 @@ class Wanted(NamedTuple):
 class Client:
     """The client's side with the node's memory mapped; the test acts as the node."""
 
-    def __init__(self, rows: int = 0) -> None:
+    def __init__(self, rows: int = 0, rows_count: int = 0) -> None:
         self.pair = Pair("net", TARGETS + TARGET_BYTES)
         self.pair.there.fence()
         self.caller: Caller = caller_to(self.pair.near, self.pair.there)
         self.node: mmap.mmap
         self.node, self._fd = allocate_shared(NODE_BYTES)
         self.node[:] = os.urandom(NODE_BYTES)
-        self.caller.share(self.node, SERVED, SCATTERED, CORRUPT, LATE, rows)
+        self.caller.share(self.node, SERVED, SCATTERED, CORRUPT, LATE, rows, rows_count)
         self.tags = itertools.count(1)
         self.calls = [GENERATION] * PLACES
 
