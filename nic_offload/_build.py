@@ -127,5 +127,5 @@ ffi.set_source(
         "-U_FORTIFY_SOURCE",
         "-D_FORTIFY_SOURCE=3",
     ],
-    extra_link_args=["-l:liburing.a", "-Wl,-z,relro,-z,now,--exclude-libs,ALL,--gc-sections"],
+    extra_link_args=["-l:liburing.a", "-Wl,--build-id=none,-z,relro,-z,now,--exclude-libs,ALL,--gc-sections"],
 )

@@ -386,8 +386,8 @@ def test_a_client_in_doubt_requests_its_slots(inner: NodeInProcess, monkeypatch:
     """The node may write the words of its puts into memory that the client hasn't mapped."""
     mapped = SharedSlots.mapped
 
-    def and_says_nothing(self: SharedSlots, *arguments: Any) -> None:
-        mapped(self, *arguments)
+    def and_says_nothing(self: SharedSlots, *arguments: Any, looks: bool) -> None:
+        mapped(self, *arguments, looks=looks)
         raise FabricError("no answer")
 
     monkeypatch.setattr(SharedSlots, "mapped", and_says_nothing)
