@@ -6,6 +6,7 @@ have been deleted on both.
 What always holds: a copy is refused if its block was deleted since it was read, by this node's own clock; and if it
 was read before the node started, or before a deletion that is no longer remembered. At most `DELETIONS_KEPT_MAX` are
 remembered. For `ERASED_COPIES_REFUSED_MS` after an erasure began here, copies of what it erases are refused.
+A block that had landed in a reserved slot before its deletion is not stored afterwards.
 What it doesn't do: refuse a normal put of a deleted block.
 """
 
@@ -51,6 +52,10 @@ class Deletions:
             self._at_ns.move_to_end(name)
         while len(self._at_ns) > DELETIONS_KEPT_MAX:
             self._forgotten_ns = self._at_ns.popitem(last=False)[1]
+
+    def is_since(self, name: Name, at_ns: int) -> bool:
+        """Whether a block has been deleted since then; of one that is no longer remembered, False."""
+        return self._at_ns.get(name, -1) >= at_ns
 
     def may_be_since(self, name: Name, read_ms_ago: int) -> bool:
         """Whether a block may have been deleted since a copy of it was read, this long before the copy was sent here.

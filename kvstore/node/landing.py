@@ -19,15 +19,17 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from kvstore.durability import Durability
 from kvstore.errors import Overloaded
 from kvstore.limits import HEADER_BYTES, LEASE_MARGIN_MS, LEASES_MAX, PAGE_BYTES
 from kvstore.node.fair_queue import Places
+from kvstore.storage.items import PutDone
 from kvstore.storage.sealing import NO_DOMAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvstore.durability import Durability
+    from kvstore.errors import KvError
     from kvstore.node.connection import Connection
     from kvstore.node.session_traces import SessionTrace
     from kvstore.node.span_notes import PutTrace
@@ -140,6 +142,11 @@ class LandedLease(NamedTuple):
         return self.connection.tenant
 
     @property
+    def name(self) -> tuple[bytes, bytes]:
+        """The name that the store will have it under."""
+        return self.connection.tenant, self.lease.key
+
+    @property
     def flow(self) -> int:
         """The connection of its tenant on which it arrived."""
         return self.connection.number
@@ -148,6 +155,10 @@ class LandedLease(NamedTuple):
     def size_bytes(self) -> int:
         """How many bytes count against its turn."""
         return self.lease.length
+
+    def ended(self, error: KvError | None) -> PutDone:
+        """The end of a put that the store never gets."""
+        return PutDone(self.lease.generation, error, max(self.lease.durability, Durability.WRITTEN))
 
 
 class Slots:

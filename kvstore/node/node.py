@@ -491,11 +491,12 @@ class Node:
         since = self.erasures.began_since
         if erased := [one for one in landed if since(one.tenant, one.lease.domain, one.lease.landed_ns)]:
             landed = [one for one in landed if one not in erased]
-            self._kept(
-                [PutDone(lease.generation, BeingErased(_ERASED), lease.durability) for _, lease, _ in erased]
-            )
+            self._kept([one.ended(BeingErased(_ERASED)) for one in erased])
+        if gone := [one for one in landed if self.deletions.is_since(one.name, one.lease.landed_ns)]:
+            landed = [one for one in landed if one not in gone]
+            self._kept([one.ended(None) for one in gone])
         items = [connection.item(lease, event.value) for connection, lease, event in landed]
-        self.granted.before_others([(item.tenant, item.key) for item in items])
+        self.granted.before_others([one.name for one in landed])
         try:
             self.store.put(items, self._kept)
         except Overloaded:

@@ -11,6 +11,7 @@ from kvstore.durability import Durability
 from kvstore.miss import Miss, MissReason
 from nic_offload.lane import Lane
 from tests.conftest import MIB, ClientWithBuffers, small_client
+from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 from tests.node.test_granted_puts import WAIT_S, HeldWrites
 
@@ -131,3 +132,18 @@ def test_its_memory_becomes_the_hot_copy(rig: ClientWithBuffers) -> None:
     before = rig.client.statistics().hits_memory
     assert rig.client.get([rig.wanted(block) for block in blocks]) == [Hit(block.key) for block in blocks]
     assert rig.client.statistics().hits_memory == before + 8
+
+
+def test_in_a_reserved_slot_it_stays_deleted(node: NodeInProcess, rig: ClientWithBuffers) -> None:
+    node.call(lambda one: setattr(one, "_goes_on", True))  # what lands waits, as behind many others
+    blocks = [rig.block(number, LENGTH) for number in range(3)]
+    puts = rig.client.reserve(blocks, durability=Durability.LANDED).arm(None)
+    assert not any(put.error for put in puts.wait(WAIT_S))
+    wait_until(lambda: node.call(lambda one: len(one._due)) == len(blocks), "they wait", WAIT_S)
+    rig.client.delete([blocks[0].key])
+    node.call(lambda one: one._store_due())
+    wait_until(lambda: rig.client.prefix([blocks[2].key]).blocks == 1, "the others are stored", WAIT_S)
+    assert [type(one) for one in rig.client.exists([block.key for block in blocks])] == [Miss, Stored, Stored]
+    assert rig.client.statistics().leases == 0
+    assert rig.client.put([blocks[0]])[0].error is None  # after the deletion
+    assert rig.client.prefix([blocks[0].key]).blocks == 1
