@@ -146,7 +146,7 @@ static uint32_t list(struct tk_receiver *receiver, struct tk_came *came)
 	int is_other = there && (there->block.length != block.length || there->block.crc32c != block.crc32c ||
 				 memcmp(there->block.fingerprint, block.fingerprint, sizeof block.fingerprint));
 	const uint8_t *name = (const uint8_t *)&block; /* starts with owner and key */
-	came->is_stored = there ? is_other : names_have(&shelf->stored, name);
+	came->is_stored = is_other || (!there && names_have(&shelf->stored, name));
 	came->listed = !there && !came->is_stored && !came->expires_unix_ms && !shelf_list(shelf, &block);
 	if (!there && !came->listed) /* so that the next put of this name finds it */
 		names_change(&shelf->stored, name, 1, 1);

@@ -374,9 +374,9 @@ class Granted:
         node.turns.note_call(connection.tenant)
         leased_ns, landed_ns = came[0].landed_ns, came[-1].landed_ns
         every = [Landed(area, one, area.given_back(one.room), leased_ns, landed_ns) for one in came]
-        # One that has to be compared first is not found instead of one that has landed.
-        found = ((one.name, one) for one in every if not one.came.is_stored or self.find(one.name) is None)
-        self._landed.update(found)
+        for landed in every:  # of blocks of a name, the store takes the first, and may refuse the others
+            first = self._landed.get(landed.name)
+            self._landed[landed.name] = landed if first is None or first.is_gone else first
         on_lanes: dict[int, list[Landed]] = {}
         headers: dict[bytes, list[Landed]] = {}
         for one, landed in zip(came, every, strict=True):
