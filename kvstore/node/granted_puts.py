@@ -265,10 +265,13 @@ class Granted:
                 self._node.later(0, self._written, numbers)
 
     def before_others(self, names: Sequence[Name]) -> None:
-        """Prepare puts of these names by another way: lanes take them no more, and the store has what has landed."""
+        """Prepare puts of these names another way: no lane takes them; the store has what has landed, or Overloaded."""
         self._memory.stored(names)
         if self._lanes.ahead or self._gathering or self._memory.shelf.came != self._heard:
             self.take_all()
+        first = [one for name in names if (one := self._landed.get(name)) is not None]
+        if any(one.came.id not in self._by_tag for one in first):
+            raise Overloaded("A block of this key that came before waits for the drive; try again later.")
 
     def removed(self, rows: NDArray[Any], *, are_replaced: bool) -> None:
         """Note that the index no longer has these blocks, given as its rows, or that puts replaced them."""

@@ -163,8 +163,8 @@ class InlineBlocks:
             done(batch)
             self._granted.free_names([names[one.tag] for one in batch if one.error is not None])
 
-        self._granted.before_others(list(names.values()))
         try:
+            self._granted.before_others(list(names.values()))
             self._store.put(items, ended)
         except KvError:
             self._granted.free_names(list(names.values()))

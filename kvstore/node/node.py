@@ -496,8 +496,8 @@ class Node:
             landed = [one for one in landed if one not in gone]
             self._kept([one.ended(None) for one in gone])
         items = [connection.item(lease, event.value) for connection, lease, event in landed]
-        self.granted.before_others([one.name for one in landed])
         try:
+            self.granted.before_others([one.name for one in landed])
             self.store.put(items, self._kept)
         except Overloaded:
             # The blocks are safe in their slots, which their clients can't reuse meanwhile: this is the back-pressure.

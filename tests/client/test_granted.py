@@ -32,9 +32,11 @@ from tests.nic_offload.rig import PAGE, wait_until
 from tests.node.in_process import NodeInProcess, kept_in
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from kvstore.node.node import Node
+    from kvstore.storage.items import PutItem, PutsDone
 
 pytestmark = pytest.mark.node("in process")
 
@@ -119,6 +121,38 @@ def test_a_block_that_has_landed_is_stored_before_its_name_is_put_another_way(
 ) -> None:
     """Otherwise the other put would be first, and this block, which was acknowledged, would be lost."""
     assert is_known_before_its_name_is_put_another_way(node, rig, LANDED)
+
+
+@pytest.mark.parametrize("how", ["in a stream", "alone", "by a reservation"])
+@pytest.mark.node("in process", lane=False)
+def test_a_block_that_waits_for_a_full_drive_is_stored_before_its_name_is_put_another_way(
+    node: NodeInProcess, rig: ClientWithBuffers, how: str
+) -> None:
+    put = node.node.store.put
+
+    def one_place(items: Sequence[PutItem], done: PutsDone) -> None:
+        put(items, done) if len(items) < 2 else full()
+
+    first, second = rig.block(1, LENGTH), rig.block(2, LENGTH)
+    other = rig.block(1, LENGTH, offset=5 * MIB)
+    bytes_of = {one: rig.source[one.offset : one.offset + LENGTH] for one in (first, other)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(node.node.store, "put", one_place)
+        assert not any(put.error for put in rig.client.arm([first, second], durability=LANDED).wait(WAIT_S))
+        if how == "alone":
+            with pytest.raises(Overloaded, match="waits for the drive"):
+                rig.client.put_inline(first.key, bytes_of[other])
+        elif how == "in a stream":
+            (result,) = rig.client.put_many_inline([(first.key, bytes_of[other])])
+            assert isinstance(result.error, Overloaded)
+        else:
+            late = rig.client.reserve([other]).arm(None)
+            assert isinstance(late.wait(0.1)[0].error, DeadlineExceeded)
+        assert rig.client.get_inline(first.key, LENGTH) == bytes_of[first]
+    wait_until(lambda: is_settled(node), "the drive has room again", WAIT_S)
+    assert rig.client.get_inline(first.key, LENGTH) == bytes_of[first]
+    if how == "by a reservation":
+        assert isinstance(late.wait(WAIT_S)[0].error, KeyTaken)
 
 
 @pytest.mark.parametrize("how", ["in a stream", "alone"])
