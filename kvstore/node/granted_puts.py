@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvstore.durability import Durability
-from kvstore.errors import Corrupt, DomainRequired, Expired, KeyTaken, Overloaded, ProtocolError
+from kvstore.errors import KeyTaken, Overloaded, ProtocolError
 from kvstore.limits import (
     BATCH_BLOCKS_MAX,
     GRANTED_BYTES_MAX,
@@ -39,7 +39,7 @@ from kvstore.node.fair_queue import Places
 from kvstore.node.landing import LandingLayout
 from kvstore.node.lane_blocks import WRITTEN, LaneBlocks, are_plain, count_uses
 from kvstore.node.lane_quotas import LaneQuotas
-from kvstore.node.put_area import Landed, PutArea
+from kvstore.node.put_area import Landed, PutArea, refusals
 from kvstore.node.put_rooms import PutRooms
 from kvstore.node.span_notes import End
 from kvstore.node.throttle import Throttle
@@ -75,9 +75,6 @@ log = logging.getLogger(__name__)
 _RETRY_S: Final = GRANTED_RETRY_MS / 1000
 _WRITTEN: Final = Durability.WRITTEN
 _ACKS: Final = {one: AckCode(one) for one in Durability}
-_TAKEN: Final = "Another block with this key is in memory."
-_DIFFERED: Final = "The bytes that arrived are not those that were sent."
-_EXPIRED: Final = "The block's time to live ended before it arrived."
 
 
 class Granted:
@@ -89,6 +86,7 @@ class Granted:
         self._memory = node.hot
         self._rooms = PutRooms(node.hot, node.clock)
         self._areas: dict[int, PutArea] = {}  # by number of the connection
+        self._leaving: set[PutArea] = set()  # closed ones, with blocks that the store has not accepted yet
         self._landed: dict[Name, Landed] = {}
         self._by_tag: dict[int, Landed] = {}  # blocks passed to the store
         self._gathering: set[PutArea] = set()  # areas whose small blocks wait for each other
@@ -100,7 +98,11 @@ class Granted:
         self._lane_blocks = LaneBlocks(node, self._areas, self._lent)
 
     def __len__(self) -> int:
-        return len(self._by_tag) + sum(len(area.unheard) for area in self._areas.values()) + self._lanes.ahead
+        return len(self._by_tag) + sum(len(area.unheard) for area in self._every_area) + self._lanes.ahead
+
+    @property
+    def _every_area(self) -> list[PutArea]:
+        return [*self._areas.values(), *self._leaving]
 
     def open(self, connection: Connection, *, shares: bool) -> PutArea | None:
         """Let a connection's client put by grants; None if it can't. `shares`: its slots may be mapped.
@@ -141,6 +143,7 @@ class Granted:
         self.catch_up_lanes()
         self._lent.take_back(area)
         self._store(area)
+        self._leaving.update([area] if area.unheard else ())
         del self._areas[connection.number]
         self._gathering.discard(area)
         self._rooms.hungry.discard(area)
@@ -358,17 +361,10 @@ class Granted:
             came, state = area.receiver.take(every=every)
             if came:
                 self._note(area, came)
-            self._note_refused(area, state)
+            for error in refusals(state):
+                self._node.timings.grant_refused(area.connection.tenant, error)
             if len(came) < BATCH_BLOCKS_MAX // 4:
                 return state
-
-    def _note_refused(self, area: PutArea, state: State) -> None:
-        refused: list[KvError] = [KeyTaken(_TAKEN)] * state.taken
-        refused += [Corrupt(_DIFFERED)] * state.differed
-        refused += [Expired(_EXPIRED)] * state.expired
-        refused += [DomainRequired()] * state.unsaid
-        for error in refused:
-            self._node.timings.grant_refused(area.connection.tenant, error)
 
     def _note(self, area: PutArea, came: Sequence[Came]) -> None:
         node, connection = self._node, area.connection
@@ -420,6 +416,7 @@ class Granted:
     def _store(self, area: PutArea) -> None:
         """Pass arrived blocks to the store, as far as the drives accept them; others keep their rooms."""
         if not area.unheard:
+            self._leaving.discard(area)
             return
         self._memory.stored([one.name for one in area.unheard])  # no lane begins one of these any more,
         self.catch_up_lanes()  # and those that a lane has begun must be known
@@ -434,6 +431,7 @@ class Granted:
             self._by_tag.update({one.came.id: one for one in some})
             if not area.is_limited or area.lent_pages:
                 self._lend()
+        self._leaving.discard(area)
 
     def _go_on(self, area: PutArea, state: State) -> None:
         if self._areas.get(area.connection.number) is area:
@@ -585,14 +583,14 @@ class Granted:
 
     def of_domain(self, tenant: bytes, domain: bytes | None) -> list[Name]:
         """Return the names of a tenant's blocks that wait for the store, all or those of a domain."""
-        areas = [area for area in self._areas.values() if area.connection.tenant == tenant]
+        areas = [area for area in self._every_area if area.connection.tenant == tenant]
         return [one.name for area in areas for one in area.unheard if domain in (None, one.came.domain)]
 
     def delete(self, names: Iterable[Name]) -> None:
         """Delete these here. Blocks not yet passed to the store never will be: they count as put and deleted."""
         gone = set(names)
         self._memory.stored(gone & self._landed.keys())  # as in `forget`
-        for area in self._areas.values():
+        for area in self._every_area:
             over = [one for one in area.unheard if one.name in gone]
             if over:
                 area.unheard = [one for one in area.unheard if one.name not in gone]

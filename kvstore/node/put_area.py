@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from kvstore.durability import Durability
-from kvstore.errors import FabricError
+from kvstore.errors import Corrupt, DomainRequired, Expired, FabricError, KeyTaken
 from kvstore.limits import GRANTED_SLOTS, HEADER_BYTES, PAGE_BYTES, ROOMS_MIN
 from kvstore.names import SHARED
 from kvstore.node.hot_pages import Piece
@@ -23,17 +23,21 @@ from nic_offload.receiver import Receiver
 from nic_offload.sender import HEAD_PAGE_BYTES, Area
 
 if TYPE_CHECKING:
+    from kvstore.errors import KvError
     from kvstore.node.connection import Connection
     from kvstore.node.hot import HotMemory, Name
     from kvstore.node.session_traces import SessionTrace
     from kvstore.node.span_notes import PutTrace
-    from nic_offload.receiver import Came
+    from nic_offload.receiver import Came, State
 
-__all__ = ["Landed", "PutArea"]
+__all__ = ["Landed", "PutArea", "refusals"]
 
 _DURABILITIES: Final = {int(one): one for one in Durability}
 _LANDED: Final = Durability.LANDED
 _SYNCED: Final = Durability.SYNCED
+_TAKEN: Final = "Another block with this key is in memory."
+_DIFFERED: Final = "The bytes that arrived are not those that were sent."
+_EXPIRED: Final = "The block's time to live ended before it arrived."
 
 assert HEAD_PAGE_BYTES == HEADER_BYTES == PAGE_BYTES
 
@@ -160,3 +164,12 @@ class PutArea:
             self.shared.close()
         else:
             self._memory.close()
+
+
+def refusals(state: State) -> list[KvError]:
+    """Return the errors of the blocks that a receiver has refused."""
+    refused: list[KvError] = [KeyTaken(_TAKEN)] * state.taken
+    refused += [Corrupt(_DIFFERED)] * state.differed
+    refused += [Expired(_EXPIRED)] * state.expired
+    refused += [DomainRequired()] * state.unsaid
+    return refused

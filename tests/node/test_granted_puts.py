@@ -9,12 +9,13 @@ import pytest
 
 from kvstore.client import Hit, Stored
 from kvstore.durability import Durability
+from kvstore.errors import Overloaded
 from kvstore.miss import Miss
 from kvstore.node.drive_lanes import LANE_TAG
 from kvstore.node.granted_puts import Granted
 from kvstore.storage.block_writes import Puts
 from nic_offload.shelf import Shelf
-from tests.conftest import ClientWithBuffers
+from tests.conftest import ClientWithBuffers, small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -233,3 +234,47 @@ def test_a_block_deleted_before_its_put_ended_leaves_no_copy(
         wait_until(lambda: node.call(lambda one: len(one.granted)) == 0, "all have ended")
         assert node.call(lambda one: one.hot.pages.statistics().kept) == 1
         rig.close()
+
+
+def full(*_: object) -> None:
+    raise Overloaded("The drive's queue of puts is full.")
+
+
+def test_blocks_of_a_client_that_left_can_be_deleted_while_they_wait_for_a_full_drive(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
+    blocks = [rig.block(number, 5000) for number in range(2)]
+    keys = [block.key for block in blocks]
+    with small_client(node.target) as other:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(node.node.store, "put", full)
+            puts = rig.client.arm(blocks, durability=Durability.LANDED)
+            assert not any(one.error for one in puts.wait(WAIT_S))
+            rig.client.close()
+            wait_until(lambda: not node.call(len), "it has left", WAIT_S)
+            assert node.call(lambda one: len(one.granted)) == 2
+            other.delete(keys[:1])
+        wait_until(lambda: other.prefix(keys[1:]).blocks == 1, "the other is stored", WAIT_S)
+        assert [type(one) for one in other.exists(keys)] == [Miss, Stored]
+        wait_until(
+            lambda: not node.call(lambda one: len(one.granted) + len(one.granted._leaving)), "nothing is left"
+        )
+
+
+def test_a_clean_stop_stores_landed_blocks_that_wait_for_a_full_drive(tmp_path: Path) -> None:
+    left = 100  # tries
+    with NodeInProcess(tmp_path / "node") as node:
+        rig, put = ClientWithBuffers(node), node.node.store.put
+
+        def full_at_first(items: Sequence[PutItem], done: PutsDone) -> None:
+            nonlocal left
+            left -= 1
+            put(items, done) if left < 0 else full()
+
+        vars(node.node.store)["put"] = full_at_first
+        blocks = [rig.block(number, 5000) for number in range(2)]
+        puts = rig.client.arm(blocks, durability=Durability.LANDED)
+        assert not any(one.error for one in puts.wait(WAIT_S))
+    with NodeInProcess(tmp_path / "node") as node, small_client(node.target) as other:
+        assert other.prefix([block.key for block in blocks]).blocks == 2
+    rig.close()
