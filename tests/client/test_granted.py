@@ -218,6 +218,24 @@ def test_a_block_that_has_landed_is_found_whatever_is_put_under_its_key_meanwhil
     assert rig.client.get_inline(block.key, 5000) == rig.source[:5000]
 
 
+@pytest.mark.node("in process", lane=False)
+def test_a_stored_block_is_found_whatever_is_put_under_its_key_meanwhile(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
+    block, other = rig.block(1, 5000, offset=0), rig.block(1, 5000, offset=MIB)
+    (first,) = rig.client.put([block])
+    assert first.error is None
+    rig.client.get([rig.wanted(block)])  # so it is in memory, and listed
+    node.call(lambda inside: vars(inside.store).update(put=full))
+    puts = rig.client.arm([other])
+    wait_until(lambda: node.call(lambda inside: len(inside.granted)) == 1, "the other has arrived")
+    node.call(lambda inside: inside.catch_up())
+    found = rig.client.get_inline(block.key, 5000)
+    node.call(lambda inside: vars(inside.store).pop("put"))
+    assert found == rig.source[:5000]
+    assert isinstance(puts.wait(WAIT_S)[0].error, KeyTaken)
+
+
 def while_python_stands_still(node: NodeInProcess, rig: ClientWithBuffers) -> None:
     rig.client.put([rig.block(0, 5000)])  # with which each drive lends its lane ground
     wait_until(lambda: is_settled(node), "the first is on the drive")
