@@ -45,7 +45,7 @@ from kvstore.node.span_notes import End
 from kvstore.node.throttle import Throttle
 from kvstore.steps import Step
 from kvstore.storage.index_layout import NAME_BYTES, names_in, names_of, split_names
-from kvstore.storage.items import PutDone, PutItem
+from kvstore.storage.items import PutDone
 from kvstore.wire.ack import AckCode, code_of_error
 from kvstore.wire.fabric_call import metadata_of
 from nic_offload.lane import written_in
@@ -375,7 +375,8 @@ class Granted:
         every = [Landed(area, one, area.given_back(one.room), leased_ns, landed_ns) for one in came]
         for landed in every:  # of blocks of a name, the store takes the first, and may refuse the others
             first = self._landed.get(landed.name)
-            self._landed[landed.name] = landed if first is None or first.is_gone else first
+            is_first = first is None or first.is_gone or landed.came.id < first.came.id
+            self._landed[landed.name] = landed if is_first else first
         on_lanes: dict[int, list[Landed]] = {}
         headers: dict[bytes, list[Landed]] = {}
         for one, landed in zip(came, every, strict=True):
@@ -386,7 +387,7 @@ class Granted:
                 headers.setdefault(data, []).append(landed)
         if on_lanes:
             self._by_tag.update({one.came.id: one for some in on_lanes.values() for one in some})
-            items = {lane: [self._item(one) for one in some] for lane, some in on_lanes.items()}
+            items = {lane: [one.item for one in some] for lane, some in on_lanes.items()}
             if area.lent_pages:
                 lengths = [one.came.length for some in on_lanes.values() for one in some]
                 self._lent.charge(area, sum(1 + -(-length // PAGE_BYTES) for length in lengths))
@@ -414,45 +415,38 @@ class Granted:
             node.spans.leased(parent, landed[0].leased_ns, landed, landed[0].durability)
 
     def _store(self, area: PutArea) -> None:
-        """Pass arrived blocks to the store, as far as the drives accept them; others keep their rooms."""
-        if not area.unheard:
-            self._leaving.discard(area)
-            return
-        self._memory.stored([one.name for one in area.unheard])  # no lane begins one of these any more,
-        self.catch_up_lanes()  # and those that a lane has begun must be known
-        while area.unheard:
-            some = area.unheard[:BATCH_BLOCKS_MAX]
+        """Pass arrived blocks to the store, after those of their names that have come before, over any connection."""
+        areas = [area]
+        if any(one.came.is_stored for one in area.unheard):
+            numbers = self._memory.shelf.waiting(len(self._areas))
+            for number in numbers:
+                if (other := self._areas.get(number)) is not None:
+                    self._taken(other, self._take(other, every=True))
+            areas = [one for one in self._every_area if one.unheard]
+        self._store_all(areas)
+
+    def _store_all(self, areas: Sequence[PutArea]) -> None:
+        """Pass blocks to the store, as far as the drives accept them; others keep their rooms."""
+        while unheard := sorted((one for area in areas for one in area.unheard), key=lambda one: one.came.id):
+            self._memory.stored([one.name for one in unheard])  # no lane begins one of these any more,
+            self.catch_up_lanes()  # and those that a lane has begun must be known
+            some = unheard[:BATCH_BLOCKS_MAX]
             try:
-                self._node.store.put([self._item(one) for one in some], self._kept)
+                self._node.store.put([one.item for one in some], self._kept)
             except Overloaded:
-                self._node.later(_RETRY_S, self._store, area)
+                self._node.later(_RETRY_S, self._store_all, areas)
                 return
-            del area.unheard[: len(some)]
             self._by_tag.update({one.came.id: one for one in some})
-            if not area.is_limited or area.lent_pages:
+            for area in areas:
+                area.unheard = [one for one in area.unheard if one.came.id not in self._by_tag]
+            if any(not area.is_limited or area.lent_pages for area in areas):
                 self._lend()
-        self._leaving.discard(area)
+        self._leaving.difference_update([area for area in areas if not area.unheard])
 
     def _go_on(self, area: PutArea, state: State) -> None:
         if self._areas.get(area.connection.number) is area:
             self._store(area)
             self._taken(area, state)
-
-    @staticmethod
-    def _item(one: Landed) -> PutItem:
-        came = one.came
-        return PutItem(
-            one.connection.tenant,
-            came.key,
-            came.fingerprint,
-            came.length,
-            came.crc32c,
-            came.address,
-            came.expires_unix_ms,
-            max(one.durability, _WRITTEN),
-            came.id,
-            came.domain,
-        )
 
     # --- how it ended
 

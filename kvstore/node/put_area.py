@@ -17,6 +17,7 @@ from kvstore.names import SHARED
 from kvstore.node.hot_pages import Piece
 from kvstore.node.landing import LandingLayout
 from kvstore.node.shared_slots import SharedSlots
+from kvstore.storage.items import PutItem
 from kvstore.wire.ack import AckCode
 from nic_offload.memory import undumped
 from nic_offload.receiver import Receiver
@@ -84,6 +85,23 @@ class Landed:
         self.ended_ns = 0  # which was done with it then
         # Whether its client still waits for an acknowledgement.
         self.is_awaited = bool(came.is_stored) or came.durability > _LANDED
+
+    @property
+    def item(self) -> PutItem:
+        """The block as the store takes it."""
+        came = self.came
+        return PutItem(
+            self.connection.tenant,
+            came.key,
+            came.fingerprint,
+            came.length,
+            came.crc32c,
+            came.address,
+            came.expires_unix_ms,
+            max(self.durability, Durability.WRITTEN),
+            came.id,
+            came.domain,
+        )
 
 
 class PutArea:

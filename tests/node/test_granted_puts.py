@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.client import Hit, Stored
+from kvstore.client import Block, Hit, Stored
 from kvstore.durability import Durability
-from kvstore.errors import Overloaded
+from kvstore.errors import KeyTaken, Overloaded
 from kvstore.miss import Miss
 from kvstore.node.drive_lanes import LANE_TAG
 from kvstore.node.granted_puts import Granted
 from kvstore.storage.block_writes import Puts
 from nic_offload.shelf import Shelf
-from tests.conftest import ClientWithBuffers, small_client
+from tests.conftest import MIB, ClientWithBuffers, small_client
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
@@ -278,3 +278,22 @@ def test_a_clean_stop_stores_landed_blocks_that_wait_for_a_full_drive(tmp_path: 
     with NodeInProcess(tmp_path / "node") as node, small_client(node.target) as other:
         assert other.prefix([block.key for block in blocks]).blocks == 2
     rig.close()
+
+
+def test_the_first_of_two_blocks_of_a_key_that_land_over_two_connections_is_stored(
+    node: NodeInProcess, rig: ClientWithBuffers
+) -> None:
+    """The node's Python hears of the other one first: its client waits for more than `landed`."""
+    with small_client(node.target) as other:
+        region, key = other.register(rig.source), rig.key(0)
+        for client, source in ((rig.client, rig.from_region), (other, region)):
+            assert client.put([Block(rig.key(9), source, 0, 5000)])[0].error is None
+        expires = int(time.time() * 1000) + 600_000  # the core doesn't list such a block
+        first = Block(key, rig.from_region, 0, 5000)
+        (landed,) = rig.client.arm([first], durability=Durability.LANDED, expires_unix_ms=expires).wait(
+            WAIT_S
+        )
+        (refused,) = other.put([Block(key, region, MIB, 5000)])
+        assert landed.error is None
+        assert isinstance(refused.error, KeyTaken)
+        assert other.get_inline(key, 5000) == rig.source[:5000]
