@@ -22,6 +22,8 @@ WIRE = ROOT / "kvstore" / "wire"
 _EXPERIMENTAL = re.compile(
     r"\n\n # This class is part of an EXPERIMENTAL API\.\nclass .*?\n(?=\n\nclass |\Z)", re.DOTALL
 )
+# Whoever installs us gets a grpcio that is new enough: pyproject.toml says which.
+_VERSION = re.compile(r"import warnings\n|GRPC_GENERATED_VERSION = .*?\n    \)\n*", re.DOTALL)
 
 
 def digest_line() -> str:
@@ -47,7 +49,8 @@ def generate() -> dict[str, str]:
 
 def adapted(text: str) -> str:
     """A generated module as we use it."""
-    return _EXPERIMENTAL.sub("", text.replace("from kvstore.v1 import", "from kvstore.wire import"))
+    text = _VERSION.sub("", _EXPERIMENTAL.sub("", text))
+    return text.replace("from kvstore.v1 import", "from kvstore.wire import")
 
 
 def main() -> int:
