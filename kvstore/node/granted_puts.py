@@ -373,10 +373,7 @@ class Granted:
         node.turns.note_call(connection.tenant)
         leased_ns, landed_ns = came[0].landed_ns, came[-1].landed_ns
         every = [Landed(area, one, area.given_back(one.room), leased_ns, landed_ns) for one in came]
-        for landed in every:  # of blocks of a name, the store takes the first, and may refuse the others
-            first = self._landed.get(landed.name)
-            is_first = first is None or first.is_gone or landed.came.id < first.came.id
-            self._landed[landed.name] = landed if is_first else first
+        self._landed.update((one.name, one) for one in every if self._is_first(one))
         on_lanes: dict[int, list[Landed]] = {}
         headers: dict[bytes, list[Landed]] = {}
         for one, landed in zip(came, every, strict=True):
@@ -402,6 +399,11 @@ class Granted:
             node.spans.landed(((one, one.leased_ns) for one in every), landed_ns)
         if headers:  # blocks without metadata have no trace
             node.traces.saw(Step.LANDED, every, at_ns=landed_ns)
+
+    def _is_first(self, landed: Landed) -> bool:
+        """Whether no block of its name has landed before: the store takes the first, and may refuse the others."""
+        first = self._landed.get(landed.name)
+        return first is None or first.is_gone or landed.came.id < first.came.id
 
     def _record_metadata(self, connection: Connection, data: bytes, landed: Sequence[Landed]) -> None:
         node = self._node
