@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvstore.reach import Reach
     from kvstore.wire.fabric_call import Leased
     from kvstore.wire.kvstore_pb2_grpc import KvStoreStub
+    from nic_offload.caller import Caller
     from nic_offload.fabric import Event, Fabric, Region
 
 __all__ = ["ARMED_BLOCKS_MAX", "TAGS_OF_ONE", "Callbacks", "Host", "Link", "Operation"]
@@ -165,6 +166,7 @@ class Link:
         self._hang_up = threading.Event()
         self._responses: _Responses | None = None
         self.calls: FabricCalls | None = None  # a node of an earlier version takes none
+        self._caller: Caller | None = None  # of these; it is closed even if they are no longer made
         self.sender: Sender | None = None  # None: every put has to ask for its slot
         self._gathered: tuple[Region, mmap.mmap] | None = None
         self.mapped = MappedMemory()  # of the node, if it is on this machine
@@ -238,6 +240,7 @@ class Link:
         if answer.HasField("calls"):
             start = _WORDS_BYTES + _HEADS_BYTES
             self.calls = FabricCalls(client, self, answer.calls, self._acks, self._memory, start)
+            self._caller = self.calls.caller
             if answer.HasField("shared"):
                 self.mapped = map_shared(answer.shared, answer.puts)
             if self.mapped.hot is not None:
@@ -407,8 +410,8 @@ class Link:
 
     def _close_memory(self) -> None:
         self.endpoint.close()
-        if self.calls is not None:
-            self.calls.caller.close()
+        if self._caller is not None:
+            self._caller.close()
         if self.sender is not None:
             self.sender.close()
         if self.mapped.hot is not None:
