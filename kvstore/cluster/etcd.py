@@ -78,7 +78,9 @@ class Listed(NamedTuple):
     def may_follow(self, earlier: Listed) -> bool:
         """Whether it can be a later list of the same history: all records written by then are those of that list."""
         return self.revision >= earlier.revision and all(
-            at > earlier.revision or earlier.written.get(key) == at for key, at in self.written.items()
+            at > earlier.revision
+            or (earlier.written.get(key), earlier.values.get(key)) == (at, self.values[key])
+            for key, at in self.written.items()
         )
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.cluster.etcd import Listed
 from kvstore.cluster.etcd_history import EtcdMemory, History
 from tests.cluster.simulated import FakeEtcd, run
-from tests.cluster.test_membership import Process
+from tests.cluster.test_membership import STEPS, Process, SimulatedMembers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,6 +150,38 @@ def test_a_record_of_an_earlier_process_restored_from_a_backup_is_not_a_later_on
         await asyncio.sleep(20)
         assert one.membership.outside == ""
         assert one.told.members == (one.member,)
+        leases.cancel()
+
+    run(history())
+
+
+def test_another_record_of_a_known_revision_is_of_another_history() -> None:
+    """Etcd was restored, and its next write, of the same key, has the revision of a lost one."""
+    key, other = b"/members/node0", b"/members/node1"
+    earlier = Listed(8, {key: (b"ours", 5), other: (b"theirs", 6)}, {key: 8, other: 7})
+    assert earlier._replace(revision=9).may_follow(earlier)
+    assert earlier._replace(
+        values={**earlier.values, key: (b"a copy's", 7)}, written={key: 9, other: 7}, revision=9
+    ).may_follow(earlier)
+    for lost in (
+        {"values": {**earlier.values, key: (b"a copy's", 7)}},
+        {"values": {**earlier.values, other: (b"theirs", 7)}},
+        {"written": {key: 6, other: 7}},
+        {"revision": 7},
+    ):
+        assert not earlier._replace(**lost).may_follow(earlier)
+
+
+def test_of_two_processes_of_one_folder_only_one_is_on_the_map_after_a_restore() -> None:
+    """The history that failed: the restore's next write had the revision that the other process had seen."""
+
+    async def history() -> None:
+        world = SimulatedMembers(5965)
+        leases = asyncio.create_task(world.etcd.run())
+        for _ in range(STEPS):
+            await world.step()
+        await world.settle()
+        world.check()
         leases.cancel()
 
     run(history())
