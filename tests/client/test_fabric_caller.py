@@ -180,7 +180,7 @@ def test_invalid_metadata_affects_no_other_client(
     before = served(inside)
     assert get(rig, [block]) == [Hit(block.key)]
     monkeypatch.undo()
-    assert served(inside) == before + 1
+    wait_until(lambda: served(inside) == before + 1, "the thread shows its counts a little later")
     lookups = len(rig.client.looked_up().lookups)
     assert lookups >= 3, "it is told of, as nobody's request"
     assert get(rig, [block]) == [Hit(block.key)]

@@ -140,6 +140,16 @@ void fire(struct tk_fabric *one, struct work *work, uint64_t now_ns)
 	free(work);
 }
 
+/* The peer looks for words in its rows, or does not. */
+int put_row_word(struct tk_fabric *one, struct tk_endpoint *of, uint64_t word, struct spot spot)
+{
+	(void)one;
+	must(of == endpoint && spot.address >= ACK_BASE && spot.address < ACK_BASE + 8 * ACK_WORDS && spot.address % 8 == 0);
+	must(word == (GENERATION << ACK_CODE_BITS | CALL_DONE));
+	fired += spoilt;
+	return spoilt;
+}
+
 int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes)
 {
 	if (count < *capacity)
