@@ -197,6 +197,19 @@ def test_no_lane_takes_a_name_that_is_being_put_over_grpc(
     assert rig.client.get_inline(block.key, len(b"others")) == b"others"
 
 
+def is_found_while_another_waits(
+    node: NodeInProcess, rig: ClientWithBuffers, block: Block, other: Block, *, waiting: int
+) -> None:
+    """Put other bytes under a block's key while the drive is full; with them, so many blocks wait for it."""
+    puts = rig.client.arm([other])
+    wait_until(lambda: node.call(lambda inside: len(inside.granted)) == waiting, "the other has arrived")
+    node.call(lambda inside: inside.catch_up())
+    found = rig.client.get_inline(block.key, 5000)
+    node.call(lambda inside: vars(inside.store).pop("put"))
+    assert found == rig.source[:5000]
+    assert isinstance(puts.wait(WAIT_S)[0].error, KeyTaken)
+
+
 @pytest.mark.node("in process", lane=False)
 @pytest.mark.parametrize("expires", ["never", "in a minute"])
 def test_a_block_that_has_landed_is_found_whatever_is_put_under_its_key_meanwhile(
@@ -208,13 +221,7 @@ def test_a_block_that_has_landed_is_found_whatever_is_put_under_its_key_meanwhil
     (first,) = rig.client.put([block], durability=LANDED, expires_unix_ms=expires_unix_ms)
     assert first.error is None
     node.call(lambda inside: inside.catch_up())
-    puts = rig.client.arm([other])
-    wait_until(lambda: node.call(lambda inside: len(inside.granted)) == 2, "the other has arrived")
-    node.call(lambda inside: inside.catch_up())
-    found = rig.client.get_inline(block.key, 5000)
-    node.call(lambda inside: vars(inside.store).pop("put"))
-    assert found == rig.source[:5000]
-    assert isinstance(puts.wait(WAIT_S)[0].error, KeyTaken)
+    is_found_while_another_waits(node, rig, block, other, waiting=2)
     assert rig.client.get_inline(block.key, 5000) == rig.source[:5000]
 
 
@@ -227,13 +234,7 @@ def test_a_stored_block_is_found_whatever_is_put_under_its_key_meanwhile(
     assert first.error is None
     rig.client.get([rig.wanted(block)])  # so it is in memory, and listed
     node.call(lambda inside: vars(inside.store).update(put=full))
-    puts = rig.client.arm([other])
-    wait_until(lambda: node.call(lambda inside: len(inside.granted)) == 1, "the other has arrived")
-    node.call(lambda inside: inside.catch_up())
-    found = rig.client.get_inline(block.key, 5000)
-    node.call(lambda inside: vars(inside.store).pop("put"))
-    assert found == rig.source[:5000]
-    assert isinstance(puts.wait(WAIT_S)[0].error, KeyTaken)
+    is_found_while_another_waits(node, rig, block, other, waiting=1)
 
 
 def while_python_stands_still(node: NodeInProcess, rig: ClientWithBuffers) -> None:
