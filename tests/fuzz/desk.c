@@ -7,11 +7,8 @@
  * The input is also what the peer has noted of its direct reads. The first byte of an input says what of it is put right, so that more than checksums is reached.
  */
 #define _GNU_SOURCE
-#include "../../nic_offload/call.h"
 #include "../../nic_offload/directory.h"
-#include "../../nic_offload/progress.h"
 #include "../../nic_offload/reader_inside.h"
-#include "../../nic_offload/shelf.h"
 #include "../../nic_offload/desk_inside.h"
 
 #include <stdlib.h>
@@ -23,7 +20,6 @@
 #define ANSWERS 0x20000
 #define ACK_WORDS 64
 #define GENERATION 5
-
 #define ROOMS 4
 #define ROOM_PAGES 2
 #define READER 1
@@ -43,7 +39,6 @@ static uint32_t readings;
 static uint32_t taken, fired, answers;
 static uint64_t place; /* of the call */
 static int spoilt, located;
-
 static uint8_t names_there[BLOCKS][NAME_BYTES];
 
 static void must(int holds)
@@ -95,8 +90,7 @@ struct work *take_free_work(struct tk_fabric *one, uint32_t count)
 
 void adopt(struct tk_fabric *one, struct work *work)
 {
-	(void)one;
-	(void)work;
+	(void)one, (void)work;
 }
 
 void recycle(struct tk_fabric *one, struct work *work)
@@ -122,8 +116,7 @@ static void check_where(const struct tk_operation *op)
 
 void fire(struct tk_fabric *one, struct work *work, uint64_t now_ns)
 {
-	(void)one;
-	(void)now_ns;
+	(void)one, (void)now_ns;
 	const struct tk_operation *op = &work->op;
 	if (op->length && !work->shelved)
 		check_where(op);
@@ -143,11 +136,9 @@ void fire(struct tk_fabric *one, struct work *work, uint64_t now_ns)
 /* The peer looks for words in its rows, or does not. */
 int put_row_word(struct tk_fabric *one, struct tk_endpoint *of, uint64_t word, struct spot spot)
 {
-	(void)one;
-	must(of == endpoint && spot.address >= ACK_BASE && spot.address < ACK_BASE + 8 * ACK_WORDS && spot.address % 8 == 0);
-	must(word == (GENERATION << ACK_CODE_BITS | CALL_DONE));
-	fired += spoilt;
-	return spoilt;
+	must(one == fabric && of == endpoint && word == (GENERATION << ACK_CODE_BITS | CALL_DONE));
+	must(spot.address >= ACK_BASE && spot.address < ACK_BASE + 8 * ACK_WORDS && spot.address % 8 == 0);
+	return fired += spoilt, spoilt;
 }
 
 int grow(void **items, uint32_t *capacity, uint32_t count, size_t item_bytes)
