@@ -13,12 +13,13 @@
 #   TRIGGERKV_KEYRING_ENDS=n       `make test-keyring`: interruptions of each step of a keyring (6)
 #   TRIGGERKV_HOSTILE_S=n          `make test-hostile`: seconds for each attack (2.4)
 #   TRIGGERKV_SOAK_S=n             `make soak`: seconds of puts
+#   TRIGGERKV_MIXED_ROUNDS=n       `make mixed`: histories of each kind of node (100)
 #   TRIGGERKV_CHAOS_ROUNDS=n       `make test-cluster`: rounds between hosts (300), fifteen for each cluster
 #   TRIGGERKV_CHAOS_SEED=n         `make test-cluster`: the seed of the first cluster
 #   TRIGGERKV_CHAOS_KINDS='...'    `make test-cluster`: these failures in this order (tests/hosts/chaos.py), not random ones
 #   TRIGGERKV_CLUSTER_ROUNDS=n     `make test-cluster`: rounds in which nodes of one host die or hang (300)
 #   TRIGGERKV_CONVERSATION_RUNS=n  `make test-engines`: runs of ten conversations during failures (1)
-#   TRIGGERKV_SEED=n               `make test-engines`: the seed of the first run
+#   TRIGGERKV_SEED=n               `make test-engines`, `make mixed`: the seed of the first run
 #   TRIGGERKV_CASSINI_MODES=1      tests/conformance/test_cassini.py: all four pairs of the NIC's rules, not two (`make crash` sets it)
 #   TRIGGERKV_RANDOM_EXAMPLES=1    Hypothesis draws other examples in each run; without it, always the same ones
 #   TRIGGERKV_MACHINE_EXAMPLES=n   sequences of 100 steps in which a store is compared with a dict
@@ -110,6 +111,10 @@ crash: setup ## the long form: 20,000 runs on a simulated drive that loses unflu
 .PHONY: soak
 soak: setup ## an hour of puts into a drive that is too small: exact bytes, and memory that stays bounded
 	@TRIGGERKV_SOAK_S=$(or $(TRIGGERKV_SOAK_S),3600) $(py) -m pytest tests/crash/test_soak.py $(PYTEST_ARGS)
+
+.PHONY: mixed
+mixed: setup ## the long form: 1,000 histories of clients that use the same keys in every way at once, with kills and stops (hours)
+	@TRIGGERKV_MIXED_ROUNDS=$(or $(TRIGGERKV_MIXED_ROUNDS),100) $(py) -m pytest tests/mixed $(PYTEST_ARGS)
 
 .PHONY: fuzz
 fuzz: setup ## 10,000,000 calls into the desk and as many puts to the receiver under libFuzzer, 100,000 inputs of each Python parser under atheris (long)
