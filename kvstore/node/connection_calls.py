@@ -183,7 +183,7 @@ def already_stored(
         return [False] * len(blocks), set()
     found = node.store.lookup([(connection.tenant, block.key) for block in blocks])
     now_ms = node.clock.wall_ms()
-    doubtful = node.store.doubtful([entry.generation for entry in found if entry is not None])
+    doubtful = node.store.doubtful(found)
     entries = [
         entry
         if entry is not None and entry.generation not in doubtful and not 0 < entry.expires_ms <= now_ms

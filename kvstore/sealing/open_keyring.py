@@ -274,6 +274,10 @@ class OpenKeyring(Handle):
             if key is not None:
                 aead.wipe(key)
 
+    def is_destroyed(self, number: int) -> bool:
+        """Whether the key that this slot had was destroyed, and it has no other one."""
+        return self._slots.is_gone(number)
+
     def expect(self, numbers: NDArray[np.int64]) -> int:
         """Mark as damaged those of these slots that are free: records name their keys. Returns how many."""
         return self._slots.expect(numbers)

@@ -278,6 +278,10 @@ class SlotTable:
         with self._lock:
             return 0 <= number < len(self._states) and self._states[number] in (LIVE, GONE)
 
+    def is_gone(self, number: int) -> bool:
+        """Whether the last key of a slot was destroyed."""
+        return 0 <= number < len(self._states) and self._states[number] == GONE
+
     def has_id(self, number: int, key_id: bytes) -> bool:
         """Whether a slot has, or had last, the key of this id."""
         return int(self._ids[number]) == int.from_bytes(key_id, "little")

@@ -190,6 +190,10 @@ class StoreKeys:
         self._take(key)
         return True
 
+    def is_destroyed(self, number: int) -> bool:
+        """Whether the key with this number was destroyed."""
+        return self._keyring.is_destroyed(number)
+
     def expect(self, numbers: NDArray[np.int64]) -> None:
         """Check the keys that a drive's records name, by number, and log missing ones."""
         if lost := self._keyring.expect(numbers):

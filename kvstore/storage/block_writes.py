@@ -8,9 +8,9 @@ Always holds:
   those with other bytes fail, and change nothing.
 - The longest time to live that any of them requests applies, and is on the drive before that put is reported
   (`kvstore.storage.renewals`).
-- A stored block completes no put while it is doubted (`kvstore.storage.doubts`): it is read and checked first. If it
-  is whole, the put completes with it; if not, it is quarantined, and the put is written, or handed to another drive
-  that has a block of the name.
+- A stored block completes no put while it is doubted (`kvstore.storage.doubts`), or if its key was destroyed: it is
+  read and checked first. If it is whole, the put completes with it; if not, it is removed, and the put is written, or
+  handed to another drive that has a block of the name.
 - A replaced record is wiped before its extent is free.
 - A put of a tenant at its quota waits before it is queued (`kvstore.storage.quotas`).
 
@@ -19,6 +19,7 @@ It doesn't check payloads of puts: it trusts the caller's `crc32c`.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from kvstore.config import show_size
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
     LaneEnd = tuple[int, int, int, int, KeyName | None]
     """Tag, generation, offset, result and key of a block that a lane wrote."""
-    Doubtful = Callable[[Sequence[int]], Collection[int]]
+    Doubtful = Callable[[Iterable[Entry | None]], Collection[int]]
     TakesPuts = Callable[[Sequence[tuple[PutItem, PutsDone]]], None]
 
 __all__ = ["Puts"]
@@ -106,7 +107,7 @@ class Puts:
             for item in items:
                 self._report(item, done, error)
             return
-        doubtful = self._doubtful([entry.generation for entry in stored if entry is not None])
+        doubtful = self._doubtful(stored)
         now_ms = self._clock.wall_ms()
         for item, entry in zip(items, stored, strict=True):
             refusal = _refusal(item, now_ms, encrypts=self._writes.encrypts)
@@ -191,6 +192,9 @@ class Puts:
         wipe = finding is not Finding.FOREIGN
         if finding is Finding.UNREADABLE:
             self._keeping.unreadable(name, generation, wipe=wipe)
+        elif finding is Finding.ERASED:
+            with suppress(StorageError):  # a read-only drive keeps it in its index
+                self._keeping.drop([name], Reason.ERASED, spared=[entry.domain])
         elif finding is not Finding.WHOLE:
             self._keeping.quarantine(name, generation, wipe=wipe)
         try:

@@ -61,7 +61,7 @@ from nic_offload.checksum import crc32c_at
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from kvstore.clock import Clock
@@ -123,13 +123,12 @@ class Drive(Handle):
         capacity_pages = volume.superblock.capacity_bytes // PAGE_BYTES
         self._lending = Lending(capacity_pages, self._extents, self._writes, keeping, self._room)
         self._quota_queue = queue = QuotaQueue(Quotas([keeping], clock), self._writes, self._traffic, clock)
-        renewals = Renewals(self._writes, index, self._extents, self._traffic, keeping, volume.codec)
         self.puts = Puts(
             self._writes,
             index,
             keeping,
             self._quota_queue,
-            renewals,
+            Renewals(self._writes, index, self._extents, self._traffic, keeping, volume.codec),
             clock,
             checks=Checks(volume.codec, self._extents, self._traffic, keeping),
             doubtful=self.doubtful,
@@ -221,13 +220,14 @@ class Drive(Handle):
         """Return whether any block may be doubted."""
         return bool(self._doubts) or self._writes.sync_failed
 
-    def doubtful(self, generations: Sequence[int]) -> Collection[int]:
-        """Return which of these blocks are doubted: no put may be acknowledged because of them."""
-        if not self.has_doubts:
-            return ()
-        found = self._doubts.of(generations)
+    def doubtful(self, entries: Iterable[Entry | None]) -> set[int]:
+        """Return which blocks no put may be acknowledged because of: doubted, or of a key that was destroyed."""
+        keys, there = self._volume.keys, {one.generation: one.domain for one in entries if one is not None}
+        found = self._doubts.of(there) if self.has_doubts else set()
+        if keys is not None:  # an interrupted erasure leaves blocks without a key
+            found.update(one for one, domain in there.items() if domain and keys.is_destroyed(domain - 1))
         if self._writes.sync_failed:  # the drive may have lost a part of what it was to sync
-            found.update(one for one in generations if not self.has_synced(one))
+            found.update(one for one in there if not self.has_synced(one))
         return found
 
     def believe(self, generations: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from kvcli.progress import bars
 from kvcli.running import Status
 from kvstore.errors import ConfigError, Corrupt, StorageError
-from kvstore.limits import BATCH_BLOCKS_MAX, PAGE_BYTES
+from kvstore.limits import BATCH_BLOCKS_MAX, HEADER_BYTES, PAGE_BYTES
 from kvstore.storage.doubts import Doubts
 from kvstore.storage.drive_files import FolderDrives
 from kvstore.storage.drive_set import count_drives, read_set
@@ -57,6 +57,7 @@ T = TypeVar("T")
 N = TypeVar("N", bound="tuple[bytes, ...]")
 
 _UNOPENED: Final = "records whose keys are damaged in the keyring"
+_ERASED: Final = "records whose keys an interrupted erasure has destroyed"
 _DAMAGE: Final = {  # the damage, and whether a new index repairs it
     "damaged copies of the superblock": True,
     "damaged roll: deleted blocks may reappear": True,
@@ -82,6 +83,7 @@ _NOTES: Final = (
     "missing blocks of sessions",
     "drives that were left out, and will be voided",
     "blocks whose expiry a killed process had extended",
+    _ERASED,
 )
 
 
@@ -252,7 +254,7 @@ class _Checked:
             return
         try:
             self._believe(first, example)
-            _compare(first, self.second, self._superblock, self.report, self.unopened)
+            _compare(first, self.second, self.volume, self.report, self.unopened)
         except StorageError as doubt:  # it can't be read to its end; the findings so far are valid
             self.report.add("unusable index", f"{example}: {doubt}")
         finally:
@@ -306,18 +308,29 @@ def _check_drive(disk: Disk, superblock: Superblock, report: Report) -> None:
         report.add("damaged roll: deleted blocks may reappear")
 
 
-def _compare(first: Index, second: Index, superblock: Superblock, report: Report, unopened: set[int]) -> None:
+def _is_erased(volume: Volume, offset: int) -> bool:
+    """Return whether the record here can't be read because its key was destroyed."""
+    with suppress(StorageError):
+        return volume.codec.parse(volume.disk.read_at(offset, HEADER_BYTES), 0, offset) is Flaw.NO_KEY
+    return False
+
+
+def _compare(first: Index, second: Index, volume: Volume, report: Report, unopened: set[int]) -> None:
     newest = int(first.generations()[-1:].sum())
     for name, ours, drives in _pairs(first, second):
-        if ours is None or ours.offset not in unopened:
+        if ours is not None and drives is None and _is_erased(volume, ours.offset):
+            report.add(_ERASED, name[1].hex())
+        elif ours is None or ours.offset not in unopened:
             _compare_block(name, ours, drives, report, newest=newest, clean=first.was_clean)
     try:
-        extents_around(first, superblock)
+        extents_around(first, volume.superblock)
     except Corrupt as error:
         report.add("records that overlap in the index", str(error))
     theirs, mine = Manifests(first), Manifests(second)
     for session, ours_of, drives_of in _joined(theirs.all(), mine.all()):
-        if ours_of != drives_of and (ours_of is None or ours_of.place.offset not in unopened):
+        if ours_of is not None and drives_of is None and _is_erased(volume, ours_of.place.offset):
+            report.add(_ERASED, session.session.hex())
+        elif ours_of != drives_of and (ours_of is None or ours_of.place.offset not in unopened):
             newer = drives_of is not None and drives_of.place.generation > newest
             if not first.was_clean and (ours_of is None or newer):
                 report.add("records of a killed process, which will be voided", session.session.hex())

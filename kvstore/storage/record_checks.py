@@ -19,7 +19,7 @@ from kvstore.limits import CHECK_PIECE_BYTES, CHECKS_AT_ONCE, HEADER_BYTES, PAGE
 from kvstore.storage.disk import DiskOp, DiskOpKind
 from kvstore.storage.eviction.types import Guard
 from kvstore.storage.index_layout import is_header_of
-from kvstore.wire.record import Header, record_bytes
+from kvstore.wire.record import Flaw, Header, record_bytes
 from nic_offload.checksum import crc32c_at
 from nic_offload.memory import undumped
 
@@ -44,6 +44,7 @@ class Finding(enum.Enum):
     DAMAGED = enum.auto()
     FOREIGN = enum.auto()  # another record's valid header is there, which must not be wiped
     UNREADABLE = enum.auto()
+    ERASED = enum.auto()  # its key was destroyed
 
 
 class Checks:
@@ -97,6 +98,8 @@ class Checks:
         first = one.address
         if one.at == 0:
             found, one.decryption = self._codec.open(first, one.entry.offset)
+            if found is Flaw.NO_KEY:
+                return Finding.ERASED
             if not is_header_of(found, one.name, one.entry):
                 return Finding.FOREIGN if isinstance(found, Header) else Finding.DAMAGED
             first += HEADER_BYTES

@@ -63,6 +63,10 @@ class Keys(Protocol):
         """
         ...
 
+    def is_destroyed(self, number: int) -> bool:
+        """Return whether the key with this number was destroyed, so that its records can't be read any more."""
+        ...
+
     def expect(self, numbers: NDArray[np.int64]) -> None:
         """Note the keys that a drive's blocks name, by number: these numbers must not be given again."""
         ...

@@ -49,7 +49,7 @@ from kvstore.storage.renewals import lives_as_long
 from nic_offload.handle import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np
@@ -303,11 +303,15 @@ class Store(Handle):
         """Return whether any block may be doubted, as some are for a while after a crash."""
         return any(drive.has_doubts for drive in self.drives)
 
-    def doubtful(self, generations: Sequence[int]) -> Collection[int]:
-        """Return which of these blocks are doubted: they must not be reported to clients as stored."""
-        if not self.has_doubts:
-            return ()
-        return {one for drive, some in self._by_drive(generations).items() for one in drive.doubtful(some)}
+    def doubtful(self, entries: Iterable[Entry | None]) -> set[int]:
+        """Return the generations of blocks that must not be reported to clients as stored (`Drive.doubtful`)."""
+        if self._only is not None:
+            return self._only.doubtful(entries)
+        by_drive: dict[Drive, list[Entry]] = {}
+        for entry in entries:
+            if entry is not None and (drive := self.drive_of(entry.generation)) is not None:
+                by_drive.setdefault(drive, []).append(entry)
+        return {one for drive, some in by_drive.items() for one in drive.doubtful(some)}
 
     def believe(self, generations: Sequence[int]) -> None:
         """Record that the CRCs of these blocks were checked and are right."""
@@ -519,7 +523,7 @@ class Store(Handle):
             for where, places in by_drive.items():
                 drive = self.drives[where]
                 entries = drive.lookup([names[at] for at in places])
-                doubtful = drive.doubtful([entry.generation for entry in entries if entry is not None])
+                doubtful = drive.doubtful(entries)
                 for at, entry in zip(places, entries, strict=True):
                     if entry is None:
                         left.append(at)
@@ -566,7 +570,7 @@ class Store(Handle):
 
 def _decides(item: PutItem, failed: Drive, entry: Entry | None, now_ms: int) -> bool:
     """Return whether a failed drive's block decides a put: it has other bytes, or is as durable as requested."""
-    if entry is None or _is_over(entry, now_ms) or failed.doubtful([entry.generation]):
+    if entry is None or _is_over(entry, now_ms) or failed.doubtful([entry]):
         return False
     if (entry.length, entry.fingerprint, entry.crc32c) != (item.length, item.fingerprint, item.crc32c):
         return True

@@ -69,6 +69,9 @@ class FakeKeys:
                 return True
         return False
 
+    def is_destroyed(self, number: int) -> bool:
+        return number < self.ring._numbers and self.domain_of(number) is None
+
     def expect(self, numbers: NDArray[np.int64]) -> None:
         assert all(number < self.ring._numbers for number in numbers)
 
