@@ -139,6 +139,7 @@ class Caller(threading.Thread):
         self.shared, self.number = shared, number
         self.dice = random.Random(f"{shared.seed} {phase} {number}")
         self.doing, self.since_s = "nothing", 0.0
+        self._begun: list[Event] = []  # puts and removals of the operation under way
         self.memory = allocate(2 * len(shared.keys) * ROOM_BYTES)
         self.flags = FlagWords.create(1)
         self._open()
@@ -167,6 +168,7 @@ class Caller(threading.Thread):
         """Call until the time is over."""
         while time.monotonic() < self.shared.until_s:
             operation = self.dice.choice(self.shared.operations)
+            self._begun.clear()
             self.doing, self.since_s = operation.__name__, time.monotonic()
             try:
                 operation(self)
@@ -177,6 +179,9 @@ class Caller(threading.Thread):
                     self.trouble(f"{type(error).__name__}: {error}")
             except Exception:  # noqa: BLE001 - whatever it is, it is reported with the history's seed
                 self.trouble(traceback.format_exc())
+            for event in self._begun:
+                if event.end is End.UNKNOWN:  # a client that could still send it has been closed
+                    event.ended_s = time.monotonic()
             if (took_s := time.monotonic() - self.since_s) > OPERATION_S_MAX:
                 self.trouble(f"took {took_s:.1f} s")
             self.doing = "nothing"
@@ -216,6 +221,7 @@ class Caller(threading.Thread):
         put.durability, put.call = durability, self.name
         if expires_unix_ms:
             put.expires_s = put.began_s + expires_unix_ms / 1000 - time.time()
+        self._begun.append(put)
         return self.shared.history.add(put)
 
     def data(self, put: Event) -> bytes:
@@ -284,10 +290,9 @@ class Caller(threading.Thread):
     def begin_removals(self, keys: Sequence[int], call: str, sure: Sequence[int] = ()) -> list[Event]:
         """Note that blocks of these keys may be removed by a call, and those of the sure ones will be."""
         began_s = time.monotonic()
-        return [
-            self.shared.history.add(Event(Kind.REMOVAL, key, None, began_s, is_sure=key in sure, call=call))
-            for key in keys
-        ]
+        removals = [Event(Kind.REMOVAL, key, None, began_s, is_sure=key in sure, call=call) for key in keys]
+        self._begun += removals
+        return [self.shared.history.add(removal) for removal in removals]
 
     def every_key(self) -> Iterator[tuple[int, Key]]:
         return enumerate(self.shared.keys)

@@ -12,10 +12,11 @@ all calls have ended, key by key:
 - **taken**: KeyTaken is the result only if the key had, or was getting, another block;
 - **reason**: a miss names a reason that can apply: nothing is evicted from a drive that is large enough, for example.
 
-What always holds: a put whose result is unknown may take effect at any time after it began, or never. A block may be
-removed by a deletion, by an erasure, with its session, by the end of its time to live, and, where the history says so,
-by an eviction or by damage: then losses and second blocks are no faults. Of several puts of the same bytes the longest
-time to live applies, and a put with `already_stored` has sent nothing, so its bytes need not be those that are stored.
+What always holds: a put or a removal whose result is unknown may take effect at any time after it began, or never, but
+not once the node has been started again after the call had failed. A block may be removed by a deletion, by an erasure,
+with its session, by the end of its time to live, and, where the history says so, by an eviction or by damage: then
+losses and second blocks are no faults. Of several puts of the same bytes the longest time to live applies, and a put
+with `already_stored` has sent nothing, so its bytes need not be those that are stored.
 
 An acknowledgement as `landed` is less than one as `written` (docs/client.md): the block may be lost when the node is
 killed; and if it or another block under way under its key was put by `reserve`, either may be dropped after it landed.
@@ -94,11 +95,6 @@ class Event:
     call: str = ""  # which call it was, for people
 
     @property
-    def until_s(self) -> float:
-        """The latest time at which it can have taken effect."""
-        return math.inf if self.end is End.UNKNOWN else self.ended_s
-
-    @property
     def is_acknowledged(self) -> bool:
         """Whether it is a put of a block that stays."""
         return self.kind is Kind.PUT and self.end is End.DONE and math.isinf(self.expires_s)
@@ -160,7 +156,7 @@ def report(history: History, fault: Fault) -> str:
     end_s = event.ended_s + SHOWN_AFTER_S
     lines = [f"key {event.key}: {fault.words}", f"{'began':>10} {'ended':>10}  ms"]
     for one in sorted((one for one in history.events if one.key == event.key), key=lambda one: one.began_s):
-        is_near = one.began_s <= end_s and min(one.until_s, one.began_s + 2) >= begin_s
+        is_near = one.began_s <= end_s and min(one.ended_s, one.began_s + 2) >= begin_s
         if id(one) in named or is_near:
             began, ended = ((at_s - event.began_s) * 1000 for at_s in (one.began_s, one.ended_s))
             lines.append(f"{began:10.1f} {ended:10.1f}  {one}{'  <--' if id(one) in named else ''}")
@@ -191,6 +187,13 @@ class _KeyHistory:
     def _of(self, *kinds: Kind) -> list[Event]:
         return [one for one in self._events if one.kind in kinds]
 
+    def _until_s(self, event: Event) -> float:
+        """The latest time at which a call can have taken effect."""
+        if event.end is not End.UNKNOWN:
+            return event.ended_s
+        restarts = (one.ended_s for one in self._history.outages if one.ended_s >= event.ended_s)
+        return min(restarts, default=math.inf)
+
     def faults(self) -> Iterator[Fault]:
         """All contradictions of this key."""
         impossible: set[Event] = set()
@@ -219,14 +222,14 @@ class _KeyHistory:
             return
         if deletion := self._removed_for_good(puts, event):
             yield Fault("a deletion was undone", event, (deletion, *puts))
-        elif max(one.until_s for one in puts) < event.began_s:
+        elif max(map(self._until_s, puts)) < event.began_s:
             expires_s = max(one.expires_s for one in puts)
             if expires_s + CLOCK_MARGIN_S < event.began_s:
                 yield Fault("a block was found after its time to live", event, tuple(puts))
 
     def _removed_for_good(self, puts: list[Event], event: Event) -> Event | None:
         """A deletion that began after all these puts, and ended before the event began."""
-        last_s = max(one.until_s for one in puts)
+        last_s = max(map(self._until_s, puts))
         return next((one for one in self._sure if one.began_s > last_s and one.ended_s < event.began_s), None)
 
     def _missed(self, event: Event) -> Iterator[Fault]:
@@ -288,7 +291,7 @@ class _KeyHistory:
 
     def _may_be_removed(self, value: int | None, since_s: float, until_s: float) -> bool:
         """Whether a block that was put or read from `since_s` on may be gone at `until_s`, or earlier."""
-        if any(one.began_s <= until_s and one.until_s >= since_s for one in self._removals):
+        if any(one.began_s <= until_s and self._until_s(one) >= since_s for one in self._removals):
             return True
         puts = self._by_value.get(value, [])
         for put in puts:

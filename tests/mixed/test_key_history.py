@@ -128,6 +128,16 @@ PAIRS: dict[str, tuple[str, list[Event | Outage], list[Event | Outage]]] = {
         [landed(1, 0, 1, Way.RESERVE), miss(3, 4)],
         [landed(1, 0, 1, Way.RESERVE), miss(1.5, 1.6)],
     ),
+    "a loss after an erasure that a stop interrupted": (
+        "an acknowledged block was lost",
+        [removal(9, 10.5, End.UNKNOWN, call="erase_user"), STOP, put(1, 12, 13), miss(14, 15)],
+        [removal(9, 11.5, End.UNKNOWN, call="erase_user"), STOP, put(1, 12, 13), miss(14, 15)],
+    ),
+    "a put from before a kill": (
+        "a deletion was undone",
+        [put(1, 9, 10.5, End.UNKNOWN), KILL, removal(12, 13), hit(1, 14, 15)],
+        [put(1, 9, 11.5, End.UNKNOWN), KILL, removal(12, 13), hit(1, 14, 15)],
+    ),
     "a deletion undone": (
         "a deletion was undone",
         [put(1, 0, 1), removal(2, 3), hit(1, 4, 5)],

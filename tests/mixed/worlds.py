@@ -228,11 +228,12 @@ class MixedWorld:
 
     def _kill_a_client(self) -> None:
         """Let another process put blocks in all ways, and kill it while it does."""
-        shared, plan = self.shared, []
+        shared, plan, puts = self.shared, [], []
         for _ in range(DEPARTING_BLOCKS):
             key = self.dice.randrange(len(shared.keys))
             value, one = shared.value(self.dice, key), shared.keys[key]
-            shared.history.add(Event(Kind.PUT, key, value, time.monotonic(), way=Way.KILLED))
+            put = Event(Kind.PUT, key, value, time.monotonic(), way=Way.KILLED)
+            puts.append(shared.history.add(put))
             plan.append((one.name.hex(), contents(value, one.length).hex(), one.domain.hex()))
         with subprocess.Popen(
             [sys.executable, "-m", "tests.mixed.departing_client", shared.target],
@@ -247,6 +248,8 @@ class MixedWorld:
             client.stdout.readline()
             time.sleep(self.dice.random() * 0.3)
             client.kill()
+        for put in puts:
+            put.ended_s = time.monotonic()
 
     def _outage(self, how: str) -> None:
         """Stop or kill the node, check its folder if it was stopped, and start it again."""
