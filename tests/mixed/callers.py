@@ -34,7 +34,7 @@ from kvstore.errors import (
     Refused,
 )
 from kvstore.miss import Miss
-from kvstore.names import UNSAID
+from kvstore.names import UNSAID, block_key
 from nic_offload.flags import FlagWords
 from nic_offload.memory import allocate
 from tests.mixed.key_history import OTHER_BYTES, End, Event, History, Kind, Way
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from kvstore.durability import Durability
     from tests.mixed.operations import Operation
 
-__all__ = ["Caller", "Key", "Shared", "contents", "end_of_error", "map_for_some"]
+__all__ = ["Caller", "Key", "Shared", "contents", "crowd_of", "end_of_error", "map_for_some"]
 
 CALL_TIMEOUT_S: Final = 8.0
 OPERATION_S_MAX: Final = 40.0  # some make several calls, and a node may be away
 ROOM_BYTES: Final = 1 << 19  # of a block in a caller's memory
-SLOTS: Final = 8
+SLOTS: Final = 16
 KINDS: Final = ("shared memory", "network", "shared memory", "gRPC", "network", "shared memory")
 REFUSALS: Final = (BeingErased, Expired, NoSpace, QuotaExceeded)
 EXPECTED: Final = (NoSpace, Overloaded, QuotaExceeded, Refused)  # from a node that is well
@@ -67,6 +67,11 @@ class Key:
     name: bytes
     domain: bytes
     length: int
+
+
+def crowd_of(number: int) -> list[bytes]:
+    """The keys that only the caller of this number uses."""
+    return [block_key(b"crowd", bytes([number, at])) for at in range(SLOTS - 1)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -175,8 +180,7 @@ class Caller(threading.Thread):
             except EXPECTED:
                 pass
             except KvError as error:
-                if not self.shared.is_away.is_set():
-                    self.trouble(f"{type(error).__name__}: {error}")
+                self._note_unexpected(error)
             except Exception:  # noqa: BLE001 - whatever it is, it is reported with the history's seed
                 self.trouble(traceback.format_exc())
             for event in self._begun:
@@ -204,6 +208,10 @@ class Caller(threading.Thread):
     def some_keys(self, most: int = 4) -> list[int]:
         every = range(len(self.shared.keys))
         return self.dice.sample(every, self.dice.randint(1, min(most, len(every))))
+
+    def crowd(self) -> list[bytes]:
+        """Keys of this caller's own, one less than it has slots."""
+        return crowd_of(self.number)
 
     def names(self, keys: Sequence[int]) -> list[bytes]:
         return [self.shared.keys[key].name for key in keys]
@@ -249,8 +257,9 @@ class Caller(threading.Thread):
         return all(put.end is not End.UNKNOWN for put in puts)
 
     def _note_unexpected(self, error: KvError) -> None:
-        if not self.shared.is_away.is_set():
-            self.trouble(f"a put ended with {type(error).__name__}: {error}")
+        # Short deadlines that a busy machine misses open the client's breaker: then later calls aren't tried.
+        if not self.shared.is_away.is_set() and getattr(error, "was_tried", True):
+            self.trouble(f"{type(error).__name__}: {error}")
 
     def end_all(self, puts: Sequence[Event], end: End) -> None:
         """Note one end of several puts."""

@@ -34,7 +34,13 @@ Operation: TypeAlias = Callable[[Caller], None]
 
 GET_TIMEOUTS_S: Final = (0.0005, 0.002, 0.005)  # too short for most gets
 SESSIONS: Final = ("s1", "s2", "s3", "s4")
-FABRIC: Final = (Durability.LANDED, Durability.WRITTEN, Durability.WRITTEN, Durability.SYNCED)
+FABRIC: Final = (
+    Durability.LANDED,
+    Durability.LANDED,
+    Durability.WRITTEN,
+    Durability.WRITTEN,
+    Durability.SYNCED,
+)
 GRPC: Final = (Durability.WRITTEN, Durability.WRITTEN, Durability.SYNCED)
 FILLER_BYTES: Final = (20_000, 300_000, 500_000)
 FILLERS: Final = 6
@@ -110,6 +116,31 @@ def arm(caller: Caller) -> None:
 def reserve(caller: Caller) -> None:
     if caller.kind != "gRPC":  # which has no slots
         _put_registered(caller, Way.RESERVE)
+
+
+def reserve_many(caller: Caller) -> None:
+    """Let so many blocks land together that the node takes some later; half of the time, delete them at once."""
+    if caller.kind == "gRPC":
+        return
+    one = caller.begin_put(caller.key(), Way.RESERVE, Durability.LANDED, 0)
+    block, crowd, domain = caller.source(one), caller.crowd(), caller.shared.filler_domain
+    blocks = [Block(name, caller.region, block.offset, 64, domain=domain) for name in crowd]
+    try:
+        armed = caller.client.reserve([*blocks, block], durability=Durability.LANDED).arm(None)
+        is_known = caller.end_puts([one], armed.wait(CALL_TIMEOUT_S)[-1:])
+    except (Overloaded, Refused, StorageError):
+        caller.end_all([one], End.NEVER)
+        raise
+    except KvError:
+        caller.renew()
+        raise
+    if not is_known:
+        caller.renew()
+    names, removals = crowd, list[Event]()
+    if caller.dice.random() < 0.5:
+        names, removals = [*crowd, block.key], caller.begin_removals([one.key], "delete", [one.key])
+    caller.client.delete(names)
+    caller.end_all(removals, End.DONE)
 
 
 def put_inline(caller: Caller) -> None:
@@ -334,6 +365,7 @@ OPERATIONS: Final[dict[Operation, int]] = {
     put: 5,
     arm: 6,
     reserve: 6,
+    reserve_many: 3,
     put_inline: 6,
     put_many_inline: 6,
     get: 7,
@@ -351,7 +383,7 @@ OPERATIONS: Final[dict[Operation, int]] = {
     limit: 1,
     protect: 1,
     resume: 2,
-    delete: 5,
+    delete: 9,
     remove_session: 2,
     erase_user: 1,
     fill: 0,

@@ -45,11 +45,15 @@ def test_the_history_of_mixed_operations_is_consistent(
     map_for_some(monkeypatch)
     events = hits = puts = 0
     for seed in range(SEED, SEED + ROUNDS):
+        words = ""
         try:
             history = run_history(WORLDS[name], tmp_path / f"{seed}", seed, PHASES)
         except AssertionError as error:
-            command = COMMAND.format(seed=seed, test=request.node.nodeid)
-            pytest.fail(f"{error}\n\nseed {seed}; to repeat it: {command}", pytrace=False)
+            words = (
+                f"{error}\n\nseed {seed}; to repeat it: {COMMAND.format(seed=seed, test=request.node.nodeid)}"
+            )
+        if words:
+            pytest.fail(words, pytrace=False)
         shutil.rmtree(tmp_path / f"{seed}")
         events += len(history.events)
         hits += sum(one.kind is Kind.HIT for one in history.events)

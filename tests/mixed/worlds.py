@@ -37,14 +37,14 @@ from kvstore.names import SHARED, UNSAID, block_key, domain_of, in_domain
 from kvstore.node.tenants import token_digest
 from tests.commands.here import run_here
 from tests.conftest import SMALL_DRIVE, small_client, small_node, with_master_key
-from tests.mixed.callers import KINDS, ROOM_BYTES, Caller, Key, Shared, contents
+from tests.mixed.callers import KINDS, ROOM_BYTES, Caller, Key, Shared, contents, crowd_of
 from tests.mixed.key_history import Event, History, Kind, Outage, Way, report
-from tests.mixed.operations import Operation, delete, erase_user, fill, read_everything, weighted
+from tests.mixed.operations import Operation, erase_user, fill, read_everything, weighted
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from kvstore.client import Client
@@ -54,7 +54,6 @@ __all__ = ["WORLDS", "World", "run_history"]
 PHASE_S: Final = (1.0, 1.6)
 JOIN_S: Final = 60.0  # of a caller whose time is over
 QUIET_S, EMPTY_S, STOP_S_MAX = 15.0, 40.0, 15.0
-KEYS: Final = (2, 3, 6, 12)
 LENGTHS: Final = (64, 100, 4096, 5000, 20_000, 70_000, 300_000)
 TENANT: Final = "small"
 QUOTAS: Final = (0, 1 << 18, 1 << 20, 1 << 21, 1 << 23)
@@ -62,6 +61,12 @@ QUOTA_LARGE: Final = 1 << 23
 DEPARTING_BLOCKS: Final = 40
 DAMAGE_BYTES: Final = 24 << 20  # of a drive, within which it is damaged
 IN_LOG: Final = ("Traceback", "CRITICAL", "A bug", "never awaited")
+HOT_BYTES: Final = 128 << 20
+FULL_QUEUE: Final = {
+    "put": (0.2, 0.7),
+    "delete": (0.1, 0.1),
+    "change_sessions": (0.1, 0.1),
+}  # of one item, of several
 WAITING: Final = (
     "fetches_waiting",
     "puts_waiting",
@@ -85,20 +90,21 @@ class World:
     is_damaged: bool = False
     has_full_queue: bool = False  # its store refuses some puts and deletions as Overloaded
     drives: int = 1
+    keys: tuple[int, ...] = (2, 3, 6, 12)
     weights: dict[Operation, int] = field(default_factory=dict)
 
 
 WORLDS: Final = {
     "plain": World(),
-    "encrypted": World(is_encrypted=True, weights={delete: 8, erase_user: 3}),
+    "encrypted": World(is_encrypted=True, weights={erase_user: 3}),
     "evicting": World(evicts=True, weights={fill: 4}),
     "evicting-encrypted": World(is_encrypted=True, evicts=True, weights={fill: 12}),
     "quota": World(has_quota=True, weights={fill: 4}),
     "quota-encrypted": World(is_encrypted=True, has_quota=True, weights={fill: 4}),
-    "two-drives": World(drives=2, weights={delete: 8}),
+    "two-drives": World(drives=2),
     "two-drives-encrypted": World(is_encrypted=True, drives=2),
     "damage": World(is_damaged=True),
-    "full-queue": World(has_full_queue=True),
+    "full-queue": World(has_full_queue=True, keys=(2, 3)),
 }
 
 
@@ -120,27 +126,27 @@ class _NodeWithFullQueue(logging.Handler):
         super().__init__(logging.WARNING)
         self._lines: list[str] = []
         logging.getLogger().addHandler(self)
-        self._node: NodeInProcess | None = NodeInProcess(data, shares_memory=True)
+        self._node: NodeInProcess | None = NodeInProcess(data, hot_bytes=HOT_BYTES, shares_memory=True)
         self.target = self._node.target
-        for name, chance in (("put", 0.35), ("delete", 0.1), ("change_sessions", 0.1)):
-            self._refuse(name, chance, dice)
+        for name, chances in FULL_QUEUE.items():
+            self._refuse(name, chances, dice)
 
-    def _refuse(self, name: str, chance: float, dice: random.Random) -> None:
+    def _refuse(self, name: str, chances: tuple[float, float], dice: random.Random) -> None:
         assert self._node is not None
         store = self._node.node.store
         real = getattr(store, name)
 
-        def some(*arguments: Any) -> Any:
-            if dice.random() < chance:
+        def some(items: Sequence[Any], done: Any) -> Any:
+            if dice.random() < chances[len(items) > 1]:
                 raise Overloaded("The drive's queue is full, the test pretends.")
-            return real(*arguments)
+            return real(items, done)
 
         vars(store)[name] = some
 
     def has_room(self) -> None:
         """Pretend no more."""
         assert self._node is not None
-        for name in ("put", "delete", "change_sessions"):
+        for name in FULL_QUEUE:
             vars(self._node.node.store).pop(name, None)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -171,7 +177,7 @@ class MixedWorld:
         self.dice = dice = random.Random(seed)
         history = History(evicts=world.evicts, has_quota=world.has_quota, is_damaged=world.is_damaged)
         self.shared = Shared(
-            keys=[self._new_key(number) for number in range(dice.choice(KEYS))],
+            keys=[self._new_key(number) for number in range(dice.choice(world.keys))],
             history=history,
             client={"token": TENANT} if world.has_quota else {},
             operations=weighted(world.weights),
@@ -373,7 +379,8 @@ class MixedWorld:
                 with suppress(NoSession, StorageError):
                     client.session(user, listed.session).remove()
         with suppress(StorageError):
-            client.delete([key.name for key in self.shared.keys])
+            crowds = [name for number in range(len(KINDS)) for name in crowd_of(number)]
+            client.delete([*(key.name for key in self.shared.keys), *crowds])
         if self.world.evicts or self.world.has_quota:
             client.erase_tenant(timeout_s=EMPTY_S)
 
