@@ -9,6 +9,7 @@ import pytest
 from kvstore.client import Hit, Stored
 from kvstore.durability import Durability
 from kvstore.miss import Miss, MissReason
+from nic_offload.fabric import Fabric
 from nic_offload.lane import Lane
 from tests.conftest import MIB, ClientWithBuffers, small_client
 from tests.nic_offload.rig import wait_until
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.node("in process", lane=False)
 
 LENGTH = 5000
+reap = Fabric.reap
 
 
 @pytest.fixture
@@ -142,6 +144,21 @@ def test_its_memory_becomes_the_hot_copy(rig: ClientWithBuffers) -> None:
     before = rig.client.statistics().hits_memory
     assert rig.client.get([rig.wanted(block) for block in blocks]) == [Hit(block.key) for block in blocks]
     assert rig.client.statistics().hits_memory == before + 8
+
+
+def test_in_a_reserved_slot_it_stays_deleted_though_the_node_had_not_noted_it_yet(
+    node: NodeInProcess, rig: ClientWithBuffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The C core acknowledges a block as landed; the node's thread learns of it later, as when it is busy."""
+    blocks = [rig.block(number, LENGTH) for number in range(2)]
+    reserved = rig.client.reserve(blocks, durability=Durability.LANDED)
+    with monkeypatch.context() as patch:
+        patch.setattr(Fabric, "reap", lambda fabric: [] if fabric is node.node.fabric else reap(fabric))
+        assert not any(put.error for put in reserved.arm(None).wait(WAIT_S))
+        rig.client.delete([blocks[0].key])
+    node.call(lambda one: one._fabric_events())
+    wait_until(lambda: rig.client.prefix([blocks[1].key]).blocks == 1, "the other is stored", WAIT_S)
+    assert [type(one) for one in rig.client.exists([block.key for block in blocks])] == [Miss, Stored]
 
 
 def test_in_a_reserved_slot_it_stays_deleted(node: NodeInProcess, rig: ClientWithBuffers) -> None:
