@@ -28,6 +28,7 @@ from kvstore.errors import (
     Expired,
     KeyTaken,
     KvError,
+    LeaseExpired,
     NoSpace,
     Overloaded,
     QuotaExceeded,
@@ -56,7 +57,7 @@ ROOM_BYTES: Final = 1 << 19  # of a block in a caller's memory
 SLOTS: Final = 16
 KINDS: Final = ("shared memory", "network", "shared memory", "gRPC", "network", "shared memory")
 REFUSALS: Final = (BeingErased, Expired, NoSpace, QuotaExceeded)
-EXPECTED: Final = (NoSpace, Overloaded, QuotaExceeded, Refused)  # from a node that is well
+EXPECTED: Final = (LeaseExpired, NoSpace, Overloaded, QuotaExceeded, Refused)  # from a node that is well
 _VALUE_BYTES: Final = 8
 
 
