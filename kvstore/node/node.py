@@ -57,7 +57,6 @@ from kvstore.node.timings import Timings
 from kvstore.node.watching import Watchers
 from kvstore.steps import Step
 from kvstore.storage.eviction.types import Reason
-from kvstore.storage.items import PutDone
 from kvstore.wire.ack import AckCode, code_of_error
 from nic_offload.fabric import EventKind
 from nic_offload.memory import set_aside
@@ -79,6 +78,7 @@ if TYPE_CHECKING:
     from kvstore.node.tenants import Credentials, Tenant
     from kvstore.node.upkeep import Upkeep
     from kvstore.storage.eviction_events import Listener
+    from kvstore.storage.items import PutDone
     from kvstore.storage.store import Store
     from kvstore.wire.seal import Seal
     from nic_offload.fabric import Endpoint, Event, Fabric
@@ -132,6 +132,7 @@ class Node:
         # Other providers pin all registered memory, whether or not anything lands in it.
         self._pins = fabric.provider not in {"net", "tcp", "tcp;ofi_rxm", "sockets", "shm", "memory"}
         self.landing = Places(LANDING_BYTES_MAX, tenants_known)  # bytes that clients hold
+        self._is_ending = False
         self._filler = ThreadPoolExecutor(1, "kvstore-landing", os.nice, (_FILLER_NICE,))
         self._closing: set[Connection] = set()  # closed, with blocks still going to the drive
         self.began_ns = self.ticked_ns = clock.monotonic_ns()  # `ticked_ns`: when the loop last ran the timer
@@ -220,6 +221,8 @@ class Node:
         check_block_length(block_bytes_max)
         client = self.address.believed(peer_address, caller, self.fabric)
         async with self.turns.of(tenant.id, rest=3):  # opening an endpoint takes milliseconds
+            if self._is_ending:  # what such a client puts would be lost
+                raise Overloaded("The node is stopping; attach again when it has been started.")
             return self._attached(
                 tenant, credentials, client, peer_address, acks, block_bytes_max, slots, seal
             )
@@ -449,11 +452,9 @@ class Node:
         if self.spans is not None:
             self.spans.landed(((lease, event.time_ns) for _, lease, event in landed), now_ns)
         self.traces.saw(Step.LANDED, (lease for _, lease, _ in landed))
-        if taken := [lease for _, lease, _ in landed if lease.is_taken]:
-            landed = [one for one in landed if not one[1].is_taken]
-            self._kept(
-                [PutDone(one.generation, KeyTaken.of(one.key, _OTHER), one.durability) for one in taken]
-            )
+        if taken := [one for one in landed if one.lease.is_taken]:
+            landed = [one for one in landed if not one.lease.is_taken]
+            self._kept([one.ended(KeyTaken.of(one.lease.key, _OTHER)) for one in taken])
         self._due.add(landed)
         if not self._goes_on:
             self._store_due()
@@ -584,6 +585,7 @@ class Node:
 
     async def close(self) -> None:
         """Close all connections, and wait, with a bound, until all landed blocks are on the drive."""
+        self._is_ending = True
         self.prefetches.close()
         self.catch_up()
         for connection in list(self.connections.values()):

@@ -180,6 +180,18 @@ def test_a_client_that_only_made_gets_leaves_nothing_behind(node: NodeInProcess)
     assert node.call(lambda _: connection._memory.closed)
 
 
+def test_no_client_attaches_to_a_node_that_is_stopping(node: NodeInProcess) -> None:
+    """What it puts would not be stored: the clients attached before have been detached for the stop."""
+    with small_client(node.target) as client, small_client(node.target) as other:
+        client.attach()
+        node.run(node.node.close())
+        wait_until(lambda: not client.is_attached, "it notices", WAIT_S)
+        for one in (client, other):
+            with pytest.raises(Overloaded, match="stopping"):
+                one.attach()
+        assert not node.call(lambda inside: inside.connections)
+
+
 def test_a_failed_allocation_is_a_typed_error() -> None:
     with pytest.raises(NoMemory, match="memory"):
         allocate(MORE_THAN_THERE_IS)
