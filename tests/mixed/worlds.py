@@ -67,7 +67,7 @@ FULL_QUEUE: Final = {
     "put": (0.2, 0.7),
     "delete": (0.1, 0.1),
     "change_sessions": (0.1, 0.1),
-}  # of one item, of several
+}  # one item, several
 WAITING: Final = (
     "fetches_waiting",
     "puts_waiting",
@@ -177,7 +177,8 @@ class MixedWorld:
     def __init__(self, world: World, folder: Path, seed: int) -> None:
         self.world, self.folder = world, folder
         self.dice = dice = random.Random(seed)
-        history = History(evicts=world.evicts, has_quota=world.has_quota, is_damaged=world.is_damaged)
+        evicts = world.evicts or world.has_quota  # while there is no quota, the drive is filled
+        history = History(evicts=evicts, has_quota=world.has_quota, is_damaged=world.is_damaged)
         self.shared = Shared(
             keys=[self._new_key(number) for number in range(dice.choice(world.keys))],
             history=history,
