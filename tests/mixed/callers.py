@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Caller", "Key", "Shared", "contents", "crowd_of", "end_of_error", "map_for_some"]
 
-CALL_TIMEOUT_S: Final = 8.0
-OPERATION_S_MAX: Final = 40.0  # some make several calls, and a node may be away
+CALL_TIMEOUT_S: Final = 20.0  # no call of a node that is well takes so long, on whatever machine
+OPERATION_S_MAX: Final = 60.0  # some make several calls, and a node may be away
 ROOM_BYTES: Final = 1 << 19  # of a block in a caller's memory
 SLOTS: Final = 16
 KINDS: Final = ("shared memory", "network", "shared memory", "gRPC", "network", "shared memory")
