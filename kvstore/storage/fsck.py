@@ -35,6 +35,7 @@ from kvstore.storage.index_check import check_free, check_index
 from kvstore.storage.live_roll import Roll
 from kvstore.storage.manifests import Manifests
 from kvstore.storage.opening import find_drives
+from kvstore.storage.overwriting import noted_generations
 from kvstore.storage.recovery import extents_around, open_copy, rebuild
 from kvstore.storage.sealing import opened_keys
 from kvstore.storage.volume import Volume
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from kvstore.storage.disk import Disk, Progress
     from kvstore.storage.drive_files import DriveSource
     from kvstore.storage.index import Entry, Name
+    from kvstore.storage.manifests import Place
     from kvstore.storage.sealing import OpenKeys
 
 __all__ = ["Report", "check", "run", "usable_drives"]
@@ -58,6 +60,7 @@ N = TypeVar("N", bound="tuple[bytes, ...]")
 
 _UNOPENED: Final = "records whose keys are damaged in the keyring"
 _ERASED: Final = "records whose keys an interrupted erasure has destroyed"
+_LEFT: Final = "records that the next start overwrites, after an interrupted erasure"
 _DAMAGE: Final = {  # the damage, and whether a new index repairs it
     "damaged copies of the superblock": True,
     "damaged roll: deleted blocks may reappear": True,
@@ -84,6 +87,7 @@ _NOTES: Final = (
     "drives that were left out, and will be voided",
     "blocks whose expiry a killed process had extended",
     _ERASED,
+    _LEFT,
 )
 
 
@@ -308,18 +312,24 @@ def _check_drive(disk: Disk, superblock: Superblock, report: Report) -> None:
         report.add("damaged roll: deleted blocks may reappear")
 
 
-def _is_erased(volume: Volume, offset: int) -> bool:
-    """Return whether the record here can't be read because its key was destroyed."""
-    with suppress(StorageError):
-        return volume.codec.parse(volume.disk.read_at(offset, HEADER_BYTES), 0, offset) is Flaw.NO_KEY
-    return False
+def _interrupted(
+    volume: Volume, left: dict[int, int], ours: Entry | Place | None, drives: Entry | Place | None
+) -> str:
+    """Return what an interrupted erasure has left of a record; empty if that is not why index and drive differ."""
+    if ours is None and drives is not None and left.get(drives.offset) == drives.generation:
+        return _LEFT
+    if ours is not None and drives is None:
+        with suppress(StorageError):
+            data = volume.disk.read_at(ours.offset, HEADER_BYTES)
+            return _ERASED if volume.codec.parse(data, 0, ours.offset) is Flaw.NO_KEY else ""
+    return ""
 
 
 def _compare(first: Index, second: Index, volume: Volume, report: Report, unopened: set[int]) -> None:
-    newest = int(first.generations()[-1:].sum())
+    newest, left = int(first.generations()[-1:].sum()), noted_generations(first)
     for name, ours, drives in _pairs(first, second):
-        if ours is not None and drives is None and _is_erased(volume, ours.offset):
-            report.add(_ERASED, name[1].hex())
+        if why := _interrupted(volume, left, ours, drives):
+            report.add(why, name[1].hex())
         elif ours is None or ours.offset not in unopened:
             _compare_block(name, ours, drives, report, newest=newest, clean=first.was_clean)
     try:
@@ -328,8 +338,9 @@ def _compare(first: Index, second: Index, volume: Volume, report: Report, unopen
         report.add("records that overlap in the index", str(error))
     theirs, mine = Manifests(first), Manifests(second)
     for session, ours_of, drives_of in _joined(theirs.all(), mine.all()):
-        if ours_of is not None and drives_of is None and _is_erased(volume, ours_of.place.offset):
-            report.add(_ERASED, session.session.hex())
+        places = (None if one is None else one.place for one in (ours_of, drives_of))
+        if why := _interrupted(volume, left, *places):
+            report.add(why, session.session.hex())
         elif ours_of != drives_of and (ours_of is None or ours_of.place.offset not in unopened):
             newer = drives_of is not None and drives_of.place.generation > newest
             if not first.was_clean and (ours_of is None or newer):

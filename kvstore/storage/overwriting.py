@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvstore.storage.manifests import Place
     from kvstore.storage.volume import Volume
 
-__all__ = ["PLACES", "PLACE_BYTES", "finish", "note", "strike"]
+__all__ = ["PLACES", "PLACE_BYTES", "finish", "note", "noted_generations", "strike"]
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,15 @@ def finish(volume: Volume, index: Index, extents: Extents) -> bool:
         return False
     index.write(lambda transaction: transaction.drop(index.erased, delete=False))
     return True
+
+
+def noted_generations(index: Index) -> dict[int, int]:
+    """Return the generations of the records whose places are noted, by offset."""
+    with index.reading() as transaction:
+        return {
+            _START.unpack(start)[0] * PAGE_BYTES: _BLOCK.unpack(row[:-CHECK_BYTES])[0]
+            for start, row in transaction.cursor(index.erased)
+        }
 
 
 def _noted(index: Index) -> list[tuple[int, int]]:

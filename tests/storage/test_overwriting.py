@@ -11,9 +11,10 @@ from kvstore.durability import Durability
 from kvstore.errors import ReadOnly, StorageError
 from kvstore.limits import PAGE_BYTES, SESSION_CHUNK_BLOCKS
 from kvstore.storage import overwriting
+from kvstore.storage.fsck import check
 from kvstore.storage.items import DeleteItem
 from kvstore.storage.manifests import SessionName
-from tests.storage.fakes import FakeDisk
+from tests.storage.fakes import FakeDisk, FakeDrives
 from tests.storage.rig import TENANT, USER, StoreRig, key, name
 
 if TYPE_CHECKING:
@@ -254,6 +255,20 @@ def test_an_erasure_interrupted_by_a_clean_stop_is_finished_by_the_next_start(ri
     assert pages_with(rig, ERASED) == 0
     assert is_whole(rig, range(BLOCKS, 2 * BLOCKS))
     rig.close()
+
+
+def test_what_a_clean_stop_leaves_of_an_erasure_is_no_damage(rig: StoreRig) -> None:
+    filled(rig)
+    start_erasing(rig)
+    rig.close()
+    assert rig.disk is not None
+    report = check(rig.data, source=FakeDrives([FakeDisk(rig.disk.pages)]), boot_id=rig.boot_id)
+    assert report.damage == []
+    assert report.counts["records that the next start overwrites, after an interrupted erasure"] > 0
+    reopen(rig)
+    rig.close()
+    report = check(rig.data, source=FakeDrives([FakeDisk(rig.disk.pages)]), boot_id=rig.boot_id)
+    assert report.counts["records that the next start overwrites, after an interrupted erasure"] == 0
 
 
 def test_the_blocks_that_only_one_session_names_are_known_before_it_is_removed(rig: StoreRig) -> None:
