@@ -185,7 +185,7 @@ def check(
             drive.compare(boot)
             drive.count([one.second for one in drives])
             if payloads:
-                _check_payloads(drive.volume, drive.second, drive.doubts, drive.report, progress)
+                _check_payloads(drive, drive.report, progress)
         for drive in drives:
             if repair and not drive.unopened and any(_DAMAGE[what] for what in drive.report.damage):
                 drive.swap(boot)
@@ -241,6 +241,7 @@ class _Checked:
         self.second = Index.empty(self._second_path, superblock.capacity_bytes, sealed=volume.is_all_sealed)
         last.callback(self.second.abandon)
         self.unopened: set[int] = set()
+        self.left: dict[int, int] = {}  # places that the next start overwrites
         self._highest = rebuild(volume, self.second, progress, self.unopened)
         if self.unopened:
             self.report.add(_UNOPENED, f"drive {number}", len(self.unopened))
@@ -258,7 +259,8 @@ class _Checked:
             return
         try:
             self._believe(first, example)
-            _compare(first, self.second, self.volume, self.report, self.unopened)
+            self.left = noted_generations(first)
+            _compare(first, self, self.report)
         except StorageError as doubt:  # it can't be read to its end; the findings so far are valid
             self.report.add("unusable index", f"{example}: {doubt}")
         finally:
@@ -325,8 +327,9 @@ def _interrupted(
     return ""
 
 
-def _compare(first: Index, second: Index, volume: Volume, report: Report, unopened: set[int]) -> None:
-    newest, left = int(first.generations()[-1:].sum()), noted_generations(first)
+def _compare(first: Index, drive: _Checked, report: Report) -> None:
+    second, volume, unopened, left = drive.second, drive.volume, drive.unopened, drive.left
+    newest = int(first.generations()[-1:].sum())
     for name, ours, drives in _pairs(first, second):
         if why := _interrupted(volume, left, ours, drives):
             report.add(why, name[1].hex())
@@ -389,13 +392,14 @@ def _check_references(manifests: Manifests, report: Report) -> None:
     report.counts["wrong refcounts"] += len(wanted) + len(naming)
 
 
-def _check_payloads(
-    volume: Volume, index: Index, doubts: Doubts, report: Report, progress: Progress | None
-) -> None:
+def _check_payloads(drive: _Checked, report: Report, progress: Progress | None) -> None:
+    volume, index, doubts, left = drive.volume, drive.second, drive.doubts, drive.left
     whole = array("Q")  # believed once nothing is read from the index any more
     for number, ((_, key), entry) in enumerate(index.entries()):
         if progress is not None:
             progress("reading payloads", number, len(index))
+        if left.get(entry.offset) == entry.generation:
+            continue
         try:
             record = volume.disk.read_at(entry.offset, record_bytes(entry.length))
         except StorageError:

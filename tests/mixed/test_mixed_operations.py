@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvstore.errors import KvError
 from tests.mixed.callers import map_for_some
 from tests.mixed.key_history import End, Kind
 from tests.mixed.worlds import WORLDS, run_history
@@ -48,10 +49,9 @@ def test_the_history_of_mixed_operations_is_consistent(
         words = ""
         try:
             history = run_history(WORLDS[name], tmp_path / f"{seed}", seed, PHASES)
-        except AssertionError as error:
-            words = (
-                f"{error}\n\nseed {seed}; to repeat it: {COMMAND.format(seed=seed, test=request.node.nodeid)}"
-            )
+        except (AssertionError, KvError) as error:
+            command = COMMAND.format(seed=seed, test=request.node.nodeid)
+            words = f"{type(error).__name__}: {error}\n\nseed {seed}; to repeat it: {command}"
         if words:
             pytest.fail(words, pytrace=False)
         shutil.rmtree(tmp_path / f"{seed}")

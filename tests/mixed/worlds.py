@@ -54,7 +54,7 @@ __all__ = ["WORLDS", "World", "run_history"]
 
 PHASE_S: Final = (0.8, 1.4)
 JOIN_S: Final = 90.0  # of a caller whose time is over
-QUIET_S, EMPTY_S, STOP_S_MAX = 15.0, 40.0, 15.0
+QUIET_S, EMPTY_S, STOP_S_MAX = 15.0, 40.0, 19.0
 LENGTHS: Final = (64, 100, 4096, 5000, 20_000, 70_000, 300_000)
 TENANT: Final = "small"
 QUOTAS: Final = (0, 1 << 18, 1 << 20, 1 << 21, 1 << 23)
