@@ -63,6 +63,7 @@ DEPARTING_BLOCKS: Final = 40
 DAMAGE_BYTES: Final = 24 << 20  # of a drive, within which it is damaged
 IN_LOG: Final = ("Traceback", "CRITICAL", "A bug", "never awaited")
 HOT_BYTES: Final = 128 << 20
+LOG_END: Final = 3000  # characters of a log that are shown
 FULL_QUEUE: Final = {
     "put": (0.2, 0.7),
     "delete": (0.1, 0.1),
@@ -275,7 +276,7 @@ class MixedWorld:
         if how == "kill":
             self.node.kill()
         elif status := self.node.stop():
-            self.shared.troubles.append(f"a stop ended with status {status}")
+            self.shared.troubles.append(f"a stop ended with status {status}: {self.node.log()[-LOG_END:]}")
         if (took_s := time.monotonic() - began_s) > STOP_S_MAX:
             self.shared.troubles.append(f"a stop took {took_s:.1f} s")
 
