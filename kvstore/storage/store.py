@@ -485,9 +485,12 @@ class Store(Handle):
     def _drain(self) -> None:
         """Complete operations that involve several drives."""
         while self._deletions.completions.promised or self._steps.completions.promised:
-            if not any(drive.is_busy for drive in self.drives):
-                raise StorageError("The store is unusable after an earlier exception.")
-            self._ready.poll()
+            if not (
+                self._deletions.completions or self._steps.completions
+            ):  # results that only wait for a poll
+                if not any(drive.is_busy for drive in self.drives):
+                    raise StorageError("The store is unusable after an earlier exception.")
+                self._ready.poll()
             self.poll()
 
     def _puts_by_drive(self, items: Sequence[PutItem]) -> dict[Drive, list[PutItem]]:

@@ -272,6 +272,19 @@ def test_a_callback_that_raises_loses_no_answers_of_others(pair: StoreRig) -> No
     assert [one.tag for one in done] == [1]
 
 
+def test_close_reports_results_that_only_wait_for_a_poll(tmp_path: Path) -> None:
+    rig = two(tmp_path / "data")
+    rig.open()
+    rig.put(1, b"x")
+    tag = rig.start_delete(1, Durability.WRITTEN)
+    while any(drive.is_busy for drive in rig.store.drives):
+        for drive in rig.store.drives:
+            drive.poll()  # without the store, which would report it
+    assert tag not in rig.delete_done
+    rig.store.close()
+    assert rig.delete_done[tag].found
+
+
 def test_close_finishes_deletions_and_everything_is_clean_afterwards(tmp_path: Path) -> None:
     rig = two(tmp_path / "data")
     rig.open()
