@@ -148,10 +148,10 @@ def test_in_a_reserved_slot_it_stays_deleted(node: NodeInProcess, rig: ClientWit
     node.call(lambda one: setattr(one, "_goes_on", True))  # what lands waits, as behind many others
     blocks = [rig.block(number, LENGTH) for number in range(3)]
     puts = rig.client.reserve(blocks, durability=Durability.LANDED).arm(None)
-    assert not any(put.error for put in puts.wait(WAIT_S))
     wait_until(lambda: node.call(lambda one: len(one._due)) == len(blocks), "they wait", WAIT_S)
     rig.client.delete([blocks[0].key])
     node.call(lambda one: one._store_due())
+    assert not any(put.error for put in puts.wait(WAIT_S))
     others = [block.key for block in blocks[1:]]
     wait_until(lambda: rig.client.prefix(others).blocks == 2, "the others are stored", WAIT_S)
     assert [type(one) for one in rig.client.exists([block.key for block in blocks])] == [Miss, Stored, Stored]
