@@ -114,9 +114,7 @@ def test_landed_is_never_sent_for_a_block_whose_length_differs_from_the_stored_o
     for _ in range(20):  # slots and words come back: there are 16 slots
         result = _put_landed(rig, rig.block(0, LENGTH - 1))
         assert isinstance(result.error, KeyTaken)
-        assert f"{block.key.hex()} already has a block with another length or layout" in str(
-            result.error
-        )
+        assert f"{block.key.hex()} already has a block with another length or layout" in str(result.error)
         assert result.durability is None
     counters = node.node.counters
     wait_until(lambda: counters.puts_key_taken == 20, "the node notes what it has said")
