@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +17,7 @@ from tests.node.in_process import NodeInProcess
 from tests.node.test_granted_puts import WAIT_S, HeldWrites
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from kvstore.client import Block
@@ -81,7 +82,7 @@ def test_a_later_put_of_its_key_is_not_read_instead(rig: ClientWithBuffers, land
 def test_bytes_that_changed_in_memory_are_not_sent(
     node: NodeInProcess, rig: ClientWithBuffers, landed: Block
 ) -> None:
-    (one,) = node.call(lambda node: list(node.granted._landed.values()))
+    (one,) = node.call(lambda node: list(node.granted.just_landed._blocks.values()))
     payload = node.call(lambda node: node.hot.payload(one.piece, LENGTH))
     was, payload[0] = payload[0], payload[0] ^ 1
     outcome = rig.client.get_inline(landed.key, LENGTH, timeout_s=0.5)  # the store doesn't answer
@@ -134,6 +135,33 @@ def test_a_call_sees_blocks_that_wait_for_a_lane(tmp_path: Path, monkeypatch: py
         ]
         monkeypatch.undo()
         rig.close()
+
+
+def append(rig: ClientWithBuffers, key: bytes) -> bool:
+    return rig.client.session("ada", "chat").append([key], tokens=16) == 1
+
+
+def pin(rig: ClientWithBuffers, key: bytes) -> bool:
+    return rig.client.pin([key]).pinned == [True]
+
+
+def prefetch(rig: ClientWithBuffers, key: bytes) -> bool:
+    read = rig.client.prefetch([key])
+    return (read.unread, read.missing) == ([], {})
+
+
+@pytest.mark.parametrize("use", [append, pin, prefetch])
+def test_a_call_that_needs_it_stored_waits_for_the_drive(
+    node: NodeInProcess, rig: ClientWithBuffers, use: Callable[[ClientWithBuffers, bytes], bool]
+) -> None:
+    assert rig.client.put([rig.block(0, LENGTH)])[0].error is None
+    drive, block = HeldWrites(node), rig.block(1, LENGTH)
+    assert rig.client.put([block], durability=Durability.LANDED)[0].error is None
+    with ThreadPoolExecutor(1) as pool:
+        used = pool.submit(use, rig, block.key)
+        assert not wait([used], 0.2).done
+        drive.release()
+        assert used.result(WAIT_S)
 
 
 def test_its_memory_becomes_the_hot_copy(rig: ClientWithBuffers) -> None:
