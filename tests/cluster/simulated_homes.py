@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 
 from kvstore.cluster.etcd import EtcdAway
-from kvstore.cluster.etcd_history import EtcdMemory
+from kvstore.cluster.etcd_history import EtcdMemory, History
 from kvstore.cluster.map import DRAINING, Member
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.takeovers import Takeovers
@@ -30,7 +30,7 @@ from kvstore.node.session_moves import SessionMoves
 from kvstore.node.session_standbys import Standbys, _common
 from kvstore.wire import upkeep_pb2 as pb
 from tests.cluster.history import Call, End, Kind
-from tests.cluster.simulated import FakeClient, FakeEtcd, LoopClock
+from tests.cluster.simulated import HISTORY, FakeClient, FakeEtcd, LoopClock
 from tests.cluster.simulated_nodes import rpc_error
 
 if TYPE_CHECKING:
@@ -306,10 +306,8 @@ class SimulatedHomes:
         node = self.nodes.get(name)
         if rng.random() < 0.1:
             self.backup = self.etcd.state()
-        if rng.random() < 0.1:  # it loses all, or all since a backup
-            await (
-                self.etcd.restore(self.backup) if self.backup and rng.random() < 0.5 else self.etcd.restore()
-            )
+        if rng.random() < 0.1:
+            await self.lose(self.backup if self.backup and rng.random() < 0.5 else None)
         if node is None:
             self.begin(name)
         elif rng.random() < 0.3:
@@ -321,6 +319,29 @@ class SimulatedHomes:
         else:
             node.way.is_away = not node.way.is_away
         await asyncio.sleep(rng.random() * rng.choice((0.1, 3, 12)))
+
+    async def lose(self, backup: tuple[Any, ...] | None) -> None:
+        """Take all data from etcd, or all since a backup, if a node that reaches it knows more, and says so.
+
+        Otherwise nobody can tell that a backup is old: a node that was down since then takes it for the latest.
+        """
+        if backup is None or not self.is_known_to_be_old(backup):
+            await self.etcd.restore()
+            return
+        was = History.of(backup[1], HISTORY)
+        await self.etcd.restore(backup)
+        for _ in range(200):
+            if History.of(self.etcd.values, HISTORY) != was:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("no node has said that the backup is old")
+
+    def is_known_to_be_old(self, backup: tuple[Any, ...]) -> bool:
+        revision, values, *_ = backup
+        number = History.of(values, HISTORY).offset + revision
+        return any(
+            self.memories[name].revision > number for name, node in self.nodes.items() if not node.way.is_away
+        )
 
     # --- clients
 
