@@ -348,6 +348,7 @@ struct tk_fabric {
 	int caller_runs;	/* a caller runs this round, and sleeps until `rest_until_ns` at most */
 	uint64_t rest_until_ns;
 	int is_recalled, wire_is_quiet; /* a caller's round found work for the thread alone; no socket woke the thread */
+	struct idle_read { uint64_t ns, least_ns, long_reads; } idle_read; /* what a read of an idle queue takes */
 	int asleep;		/* the thread that runs the next round must call `stop_sleeping` first */
 	uint64_t held_until_ns; /* the earliest time at which a block that a desk holds for a peer may be released */
 	uint64_t cold_notify_ns; /* when calls that desks answered from drives are reported */
@@ -355,10 +356,9 @@ struct tk_fabric {
 	uint64_t next_deadline_ns, over_at_ns; /* over_at_ns: when the next of these is reported, unless a caller has seen it: */
 	struct tk_group *over, *last_over;     /* puts that ended while no caller waited */
 	uint64_t now_ns; /* the time of this round: reading the clock costs as much as polling a word */
-	uint32_t spins_alone; /* rounds left until it yields again */
+	uint32_t spins_alone, sockets; /* rounds left until it yields again; those that wake the thread */
 	int rested; /* rounds since the completion queue was last read */
 	int overslept; /* the last sleep timed out: no wake-up announced whatever is there now */
-	uint32_t sockets; /* those that wake the thread */
 	uint64_t looked_ns, look_until_ns; /* the last search for sockets (0: one is due), and when searches end */
 	uint64_t look_next_ns;		   /* no search begins before this time */
 	uint64_t doubt_ns, doubt_next_ns;  /* the pause between searches after a movement without a wake-up, and its end */

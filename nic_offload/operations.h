@@ -169,7 +169,7 @@ struct tk_landing {
 	uint64_t ack_value;
 	uint64_t deadline_ns;
 	uint32_t length;
-	uint32_t quiet;	      /* no acknowledgement: this is not a block, and is answered otherwise */
+	uint32_t quiet;	      /* no acknowledgement: it is answered otherwise */
 	struct tk_desk *desk; /* NULL, or calls arrive here, and this desk may answer them. If it does there is no
 			       * event, and the landing waits for the next generation */
 	struct tk_region *region; /* has the flag word; may be NULL if the connection is not sealed */

@@ -16,6 +16,7 @@
 #define STALL_PAUSE_NS_MAX 1000000000u /* at most a second: each attempt at a lost peer costs a connection */
 #define MOVED_NS 5000u /* a read of an idle queue takes about one microsecond */
 #define MOVED_RESTED_NS 25000u /* up to 20 us after a nap */
+#define LONG_READS 1000u       /* so many in a row that complete nothing: system calls are slow here */
 #define TOO_LATE 2 /* result of posting a put after its deadline */
 #define TOLD 3	   /* result of posting a put that the peer reads itself */
 
@@ -345,13 +346,27 @@ int drain_completions(struct tk_fabric *fabric)
 /* Bytes that a peer writes cause no completion here, but the provider takes them out of its sockets only while its
  * queue is read. A read that took long has moved some, and more are likely to follow: the thread must not nap now, or
  * the peer's writes would advance by one socket buffer per nap. The first read after a nap takes longer in any case,
- * because its caches are cold. */
+ * because its caches are cold. Under gVisor, or a tracer, each read takes long, and the thread would never nap: what a
+ * read of an idle queue takes there is the least of many long reads. */
 int progress_wire(struct tk_fabric *fabric)
 {
-	uint64_t limit_ns = fabric->rested ? MOVED_RESTED_NS : MOVED_NS;
-	uint64_t before_ns = fabric->now_ns;
+	struct idle_read *idle = &fabric->idle_read;
+	uint64_t limit_ns = fabric->rested ? MOVED_RESTED_NS : MOVED_NS, before_ns = fabric->now_ns;
 	fabric->rested = 0;
 	int drained = drain_completions(fabric);
 	fabric->now_ns = tk_now_ns();
-	return drained || fabric->now_ns - before_ns > limit_ns;
+	uint64_t took_ns = fabric->now_ns - before_ns;
+	if (took_ns < idle->ns)
+		idle->ns = took_ns;
+	if (drained || took_ns <= (limit_ns > 2 * idle->ns ? limit_ns : 2 * idle->ns)) {
+		idle->long_reads = 0;
+		return drained;
+	}
+	if (!idle->long_reads++ || took_ns < idle->least_ns)
+		idle->least_ns = took_ns;
+	if (idle->long_reads == LONG_READS) {
+		idle->ns = idle->least_ns;
+		idle->long_reads = 0;
+	}
+	return 1;
 }

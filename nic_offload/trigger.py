@@ -173,7 +173,7 @@ class Landing(NamedTuple):
     ack_value: int
     deadline_ns: int
     length: int
-    quiet: bool = False  # not a block, and not reported to the peer
+    quiet: bool = False  # its peer is answered otherwise
     desk: Desk | None = None  # may answer calls that arrive here
     region: Region | None = None  # has the word; needed if the endpoint is sealed
 

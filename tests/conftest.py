@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -167,19 +168,25 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NodeProcess
 
 
 @pytest.fixture(scope="module")
-def shared_node(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[NodeProcess]:
+def module_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for what a module's tests share. Unless one fails, it is removed: a run's drives would be gigabytes."""
+    folder, failed = tmp_path_factory.mktemp("module"), request.session.testsfailed
+    yield folder
+    if request.session.testsfailed == failed:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def shared_node(request: pytest.FixtureRequest, module_folder: Path) -> Iterator[NodeProcess]:
     """One node for the tests of a module that don't end it, nor mind what others store in it.
 
     The mark `node` has its settings, and `encrypted=True` gives it a master key. Keys of a `rig` are its own; other
     names need a tenant of the test's own.
     """
-    folder = tmp_path_factory.mktemp("shared")
     _, settings = marked(request)
     if settings.pop("encrypted", False):
-        settings["arguments"] = with_master_key(folder)
-    with small_node(folder / "node", **settings) as process:
+        settings["arguments"] = with_master_key(module_folder)
+    with small_node(module_folder / "shared", **settings) as process:
         yield process
 
 

@@ -283,6 +283,16 @@ class Primacy:
         return _record(found.value)
 
     @property
+    def history(self) -> str:
+        """The id of the history of etcd's data that this node goes by; "" before the first list."""
+        return self._history.rpartition(b"/")[2].decode()
+
+    def check_history(self, history: str) -> None:
+        """Raise WrongEpoch if epochs of another history are meant; "", of an earlier version, is not compared."""
+        if self._history and history not in {"", self.history}:
+            raise WrongEpoch("The node goes by another history of etcd's data.")
+
+    @property
     def lease(self) -> int:
         """That of the node's record, as of the latest list."""
         return self._lease

@@ -185,6 +185,7 @@ class BlocksService(blocks_pb2_grpc.BlocksServicer):
         async with refusals(context, self._node.counters):
             tenant = self._gate.enter("pin", context, request.tenant, len(request.keys))
             check_keys(request.keys)
+            await self._node.granted.just_landed.stored(tenant.id, request.keys)
             async with self._node.turns.of(tenant.id) as turn:
                 pinned = await self._pin(turn, tenant.id, request)
             return pb.PinResponse(

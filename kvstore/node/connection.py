@@ -37,7 +37,7 @@ from nic_offload.trigger import Landing, WordPut, watch_landings
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvstore.errors import KvError
     from kvstore.node.tenants import Credentials, Tenant
@@ -273,12 +273,8 @@ class Connection:
         durability: Durability,
         deadline_ns: int,
         expires_unix_ms: int,
-        taken: Collection[BlockRequest] = (),
     ) -> list[Lease]:
-        """Lease a slot for each block and watch for their flags. All or none.
-
-        Blocks whose keys are `taken` by other blocks are answered with that, and not with `landed`.
-        """
+        """Lease a slot for each block and watch for their flags. All or none."""
         leases = [
             Lease(
                 slot=slot,
@@ -290,7 +286,6 @@ class Connection:
                 ack_word=block.ack_word,
                 expires_unix_ms=expires_unix_ms,
                 domain=stored_domain(block.domain),
-                is_taken=block in taken,
             )
             for slot, block in zip(self.slots.take(len(blocks)), blocks, strict=True)
         ]
@@ -325,7 +320,8 @@ class Connection:
             peer=self.peer,
             ack_target=self.acks.target(lease.ack_word),
             ack_key=self.acks.key,
-            ack_value=ack_word(lease.generation, AckCode.KEY_TAKEN if lease.is_taken else AckCode.LANDED),
+            ack_value=ack_word(lease.generation, AckCode.LANDED),
+            quiet=lease.durability is Durability.LANDED,  # its client would take it for readable
             deadline_ns=deadline_ns,
             region=self._region,
         )

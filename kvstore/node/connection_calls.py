@@ -176,11 +176,11 @@ def already_stored(
     blocks: Sequence[BlockRequest],
     durability: Durability,
     expires_unix_ms: int,
-) -> tuple[list[bool], set[BlockRequest]]:
-    """Determine which blocks are stored, and which will get `key taken` in their flag."""
+) -> list[bool]:
+    """Determine which blocks are stored."""
     if durability is Durability.SYNCED:
         # The index knows which blocks are written, not which are synced; the store decides when the block lands.
-        return [False] * len(blocks), set()
+        return [False] * len(blocks)
     found = node.store.lookup([(connection.tenant, block.key) for block in blocks])
     now_ms = node.clock.wall_ms()
     doubtful = node.store.doubtful(found)
@@ -197,14 +197,7 @@ def already_stored(
         and lives_as_long(entry.expires_ms, expires_unix_ms)  # else it is put, and its header written anew
         for entry, block in zip(entries, blocks, strict=True)
     ]
-    taken = {
-        block
-        for entry, block in zip(entries, blocks, strict=True)
-        if durability is Durability.LANDED
-        and entry is not None
-        and (entry.fingerprint, entry.length) != (block.fingerprint, block.length)
-    }
     node.store.used(
         [entry.generation for entry, there in zip(entries, stored, strict=True) if entry and there]
     )
-    return stored, taken
+    return stored

@@ -333,7 +333,7 @@ class Fetches:
         put = None
         drive = None
         if entry is None:
-            landed = self._granted.find(fetch.name)
+            landed = self._granted.just_landed.find(fetch.name)
             if landed is not None:
                 came = landed.came
                 why = self._mismatch(fetch, came.fingerprint, came.length, came.expires_unix_ms, now_ms)

@@ -36,6 +36,7 @@ from kvstore.limits import (
 from kvstore.node.call_headers import FabricHeaders
 from kvstore.node.drive_lanes import LANE_TAG, DriveLanes
 from kvstore.node.fair_queue import Places
+from kvstore.node.just_landed import JustLanded
 from kvstore.node.landing import LandingLayout
 from kvstore.node.lane_blocks import WRITTEN, LaneBlocks, are_plain, count_uses
 from kvstore.node.lane_quotas import LaneQuotas
@@ -87,7 +88,7 @@ class Granted:
         self._rooms = PutRooms(node.hot, node.clock)
         self._areas: dict[int, PutArea] = {}  # by number of the connection
         self._leaving: set[PutArea] = set()  # closed ones, with blocks that the store has not accepted yet
-        self._landed: dict[Name, Landed] = {}
+        self.just_landed = JustLanded()
         self._by_tag: dict[int, Landed] = {}  # blocks passed to the store
         self._gathering: set[PutArea] = set()  # areas whose small blocks wait for each other
         self._store_at = 0  # store these once this many writes have ended
@@ -272,15 +273,15 @@ class Granted:
         self._memory.stored(names)
         if self._lanes.ahead or self._gathering or self._memory.shelf.came != self._heard:
             self.take_all()
-        first = [one for name in names if (one := self._landed.get(name)) is not None]
+        first = [one for name in names if (one := self.just_landed.get(name)) is not None]
         if any(one.came.id not in self._by_tag for one in first):
             raise Overloaded("A block of this key that came before waits for the drive; try again later.")
 
     def removed(self, rows: NDArray[Any], *, are_replaced: bool) -> None:
         """Note that the index no longer has these blocks, given as its rows, or that puts replaced them."""
-        if self._landed and not are_replaced:
+        if self.just_landed and not are_replaced:
             for name in names_of(rows):
-                one = self._landed.get(name)
+                one = self.just_landed.get(name)
                 if one is not None:
                     one.is_gone = True
         self._free_names(names_in(rows))
@@ -292,7 +293,7 @@ class Granted:
             self._free_names(np.frombuffer(data, np.uint8).reshape(-1, NAME_BYTES))
 
     def _free_names(self, names: NDArray[np.uint8]) -> None:
-        store, landed = self._node.store, self._landed
+        store, landed = self._node.store, self.just_landed.names
         if landed or store.has_puts:
             idle = [one not in landed and not store.is_putting(one) for one in split_names(names)]
             names = names[np.array(idle, np.bool_)]
@@ -373,7 +374,7 @@ class Granted:
         node.turns.note_call(connection.tenant)
         leased_ns, landed_ns = came[0].landed_ns, came[-1].landed_ns
         every = [Landed(area, one, area.given_back(one.room), leased_ns, landed_ns) for one in came]
-        self._landed.update((one.name, one) for one in every if self._is_first(one))
+        self.just_landed.add(every)
         on_lanes: dict[int, list[Landed]] = {}
         headers: dict[bytes, list[Landed]] = {}
         for one, landed in zip(came, every, strict=True):
@@ -399,11 +400,6 @@ class Granted:
             node.spans.landed(((one, one.leased_ns) for one in every), landed_ns)
         if headers:  # blocks without metadata have no trace
             node.traces.saw(Step.LANDED, every, at_ns=landed_ns)
-
-    def _is_first(self, landed: Landed) -> bool:
-        """Whether no block of its name has landed before: the store takes the first, and may refuse the others."""
-        first = self._landed.get(landed.name)
-        return first is None or first.is_gone or landed.came.id < first.came.id
 
     def _record_metadata(self, connection: Connection, data: bytes, landed: Sequence[Landed]) -> None:
         node = self._node
@@ -502,9 +498,8 @@ class Granted:
         """Finish puts that the store is done with: where it has the block, the piece stays as its hot copy."""
         memory, pages = self._memory, self._memory.pages
         freed: dict[Holder, int] = {}  # pages
+        self.just_landed.end(landed)
         for one in landed:
-            if self._landed.get(one.name) is one:
-                del self._landed[one.name]
             freed[one.area.holder] = freed.get(one.area.holder, 0) + pages.pages(one.piece)
         written = [
             (one, done.generation)
@@ -561,17 +556,10 @@ class Granted:
 
     # --- readers
 
-    def find(self, name: Name) -> Landed | None:
-        """The block of this name that has landed and is not stored yet."""
-        one = self._landed.get(name)
-        if one is None or one.is_gone or one.came.is_stored:  # the store must compare such a block first
-            return None
-        return one
-
     def forget(self, names: Iterable[Name]) -> None:
         """Stop reading these here: their bytes have changed."""
         for name in names:
-            one = self._landed.get(name)
+            one = self.just_landed.get(name)
             if one is not None:
                 one.is_gone = True
                 self._memory.stored([name])  # no lane takes this name until the store is done
@@ -585,7 +573,7 @@ class Granted:
     def delete(self, names: Iterable[Name]) -> None:
         """Delete these here. Blocks not yet passed to the store never will be: they count as put and deleted."""
         gone = set(names)
-        self._memory.stored(gone & self._landed.keys())  # as in `forget`
+        self._memory.stored(gone & self.just_landed.names)  # as in `forget`
         for area in self._every_area:
             over = [one for one in area.unheard if one.name in gone]
             if over:

@@ -210,7 +210,7 @@ class InlineBlocks:
         """A block in memory; a miss if a landed block of this name is not the requested one."""
         name, now_ms = (item.tenant, item.key), self._clock.wall_ms()
         (entry,) = self._store.lookup([name])
-        landed = self._granted.find(name) if entry is None else None
+        landed = self._granted.just_landed.find(name) if entry is None else None
         if entry is not None:
             if mismatch(item, entry.fingerprint, entry.length, entry.expires_ms, now_ms) is not None:
                 return None  # the store reports the miss

@@ -108,7 +108,6 @@ class Lease:
     seen_ns: int = 0  # when the C core saw it, before the client could know that it had landed
     flag_ns: int = 0  # when its flag was seen, if that arrived with the block; 0: unknown
     trace: SessionTrace | None = None  # of the block's session, if the client named one
-    is_taken: bool = False  # another block has its key: what lands is not kept, and `landed` is not sent
     traced: PutTrace | None = None  # collects the outcomes of the put's leases, for its spans
 
     def ended_in_vain(self, now_ns: int) -> bool:

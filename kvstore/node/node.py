@@ -90,7 +90,6 @@ log = logging.getLogger(__name__)
 
 _FILLER_NICE: Final = 10  # of the thread that allocates memory for puts: it runs when others are idle
 _ERASED: Final = "The erase domain of the block was erased after it had landed."
-_OTHER: Final = "another length or layout"
 
 
 class Node:
@@ -392,17 +391,15 @@ class Node:
         for block in blocks:
             connection.check(block, encrypts=self.store.keys is not None)
         refuse_expired(expires_unix_ms, self.clock.wall_ms())
-        stored, taken = already_stored(self, connection, blocks, durability, expires_unix_ms)
+        stored = already_stored(self, connection, blocks, durability, expires_unix_ms)
         wanted = [block for block, there in zip(blocks, stored, strict=True) if not there]
         if not wanted:
             return [None] * len(blocks)
-        if expires_unix_ms and durability is Durability.LANDED:  # no lease outlives its block
-            lease_ms = min(lease_ms, max(1, expires_unix_ms - self.clock.wall_ms()))
         self._leased.refuse_more(connection, len(wanted))
         self._let_land(connection, len(wanted))
         now_ns = self.clock.monotonic_ns()
         deadline_ns = now_ns + lease_ms * 1_000_000
-        leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms, taken)
+        leases = connection.lease(wanted, self._tags, durability, deadline_ns, expires_unix_ms)
         self.counters.leased += len(leases)
         for lease in leases:
             self._leased.add(lease.generation, connection)
@@ -452,9 +449,6 @@ class Node:
         if self.spans is not None:
             self.spans.landed(((lease, event.time_ns) for _, lease, event in landed), now_ns)
         self.traces.saw(Step.LANDED, (lease for _, lease, _ in landed))
-        if taken := [one for one in landed if one.lease.is_taken]:
-            landed = [one for one in landed if not one.lease.is_taken]
-            self._kept([one.ended(KeyTaken.of(one.lease.key, _OTHER)) for one in taken])
         self._due.add(landed)
         if not self._goes_on:
             self._store_due()
@@ -516,13 +510,14 @@ class Node:
             if done.error is None:
                 lengths.append(lease.length)
                 kept.setdefault((connection.tenant, done.durability), []).append(lease)
-                code = AckCode(done.durability) if lease.durability > Durability.LANDED else None
+                is_landed = lease.durability is Durability.LANDED
+                code = AckCode.LANDED if is_landed else AckCode(done.durability)
             else:
                 code = self._not_kept(connection, lease, done.error)
                 vain.append((connection.tenant, lease.key))
             if connection.closed:
                 self._free_if_idle(connection)
-            elif code is not None:
+            else:
                 words.append(connection.word_put(lease.ack_word, lease.generation, code))
         self.counters.kept(lengths)
         if words:
@@ -534,15 +529,9 @@ class Node:
         if self.spans is not None and ended is not None:
             self.spans.ended(ended, now_ns)
 
-    def _not_kept(self, connection: Connection, lease: Lease, error: KvError) -> AckCode | None:
-        """Record why a block was not stored; returns the code for its word, unless the word may have been reused."""
+    def _not_kept(self, connection: Connection, lease: Lease, error: KvError) -> AckCode:
+        """Record why a block was not stored; returns the code for its word."""
         self.timings.lease_failed(connection.tenant, lease, error)
-        if lease.is_taken:  # its word was sent already
-            return None
-        if lease.durability is Durability.LANDED:
-            self.counters.lost(error)
-            log.warning("a landed block could not be stored: %s", error, extra=connection.about())
-            return None
         level = logging.DEBUG if isinstance(error, KeyTaken) else logging.WARNING
         log.log(level, "a block could not be stored: %s", error, extra=connection.about())
         connection.failed(lease.generation, error)

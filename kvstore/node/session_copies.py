@@ -70,6 +70,7 @@ class SessionCopies:
         try:
             await self.end(lot, is_over=False)
             record = await primacy.record(lot)
+            primacy.check_history(request.history)
             copies = primacy.own_epoch(request.copies)
             is_its = record is not None and self._is_of(record, request)
             if is_its and request.earlier_node:

@@ -222,7 +222,12 @@ class SessionMoves:
         """Have a node send a user's sessions; None if it has not sent all of them, or is not on the map."""
         tenant, user = expected.tenant, expected.user
         request = pb.SendSessionsRequest(
-            node=self._membership.name, ticket=ticket, tenant=tenant.name, user=user, epoch=epoch
+            node=self._membership.name,
+            ticket=ticket,
+            tenant=tenant.name,
+            user=user,
+            epoch=epoch,
+            history=self._membership.primacy.history,
         )
         answer: pb.SendSessionsResponse
         try:
@@ -345,6 +350,7 @@ class SessionMoves:
         primacy, placed_as = self._membership.primacy, self._tenants.placed_as(tenant.name)
         if (view := primacy.view) is None:  # it knows neither the number of lots nor the history of etcd
             raise WrongEpoch("The node has just started, and does not know its cluster yet.")
+        primacy.check_history(request.history)
         term = primacy.term_of(lot := view.lot_of(placed_as.encode(), request.user.encode()), request.epoch)
         if (task := self._arriving.get((term, (tenant.name, request.user)))) is not None:
             await asyncio.wait([task])

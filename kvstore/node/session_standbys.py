@@ -418,6 +418,7 @@ class Standbys:
             lot=lot.term.lot,
             epoch=primacy.recorded_epoch(lot.term),
             copies=lot.copies,
+            history=primacy.history,
         )
         if (taken_over := primacy.taken_over(lot.term)) is not None:
             earlier, users = taken_over

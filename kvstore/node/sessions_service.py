@@ -80,12 +80,14 @@ class SessionsService(sessions_pb2_grpc.SessionsServicer):
         async with self._refusals(context, request.name):
             tenant = self._enter("append session", context, request.name, len(request.keys))
             check_count(len(request.keys), SESSION_BLOCKS_MAX)
+            keys = await self._keys(tenant, request)
+            await self._node.granted.just_landed.stored(tenant.id, keys)
             item = SessionItem(
                 _name(tenant, request.name),
                 SessionStep.APPEND,
                 kept_durability_of(request.durability),
                 0,
-                keys=await self._keys(tenant, request),
+                keys=keys,
                 first_block=request.first_block if request.HasField("first_block") else None,
                 tokens=request.tokens,
                 at_ms=self._node.clock.wall_ms(),

@@ -42,6 +42,7 @@ class StepsService(steps_pb2_grpc.StepsServicer):
         async with refusals(context):
             tenant = self._gate.enter("prefetch blocks", context, request.tenant, len(request.keys))
             check_keys(request.keys)
+            await self._node.granted.just_landed.stored(tenant.id, request.keys)
             trace = self._node.traces.of_call(context, tenant.id)
             over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -65,7 +65,7 @@ class StoredBlocks:
         unknown = [block.key for block, entry in zip(blocks, entries, strict=True) if entry is None]
         explained = dict(zip(unknown, store.explain_all(tenant, unknown), strict=True))
         for block, entry in zip(blocks, entries, strict=True):
-            landed = self._node.granted.find((tenant, block.key)) if entry is None else None
+            landed = self._node.granted.just_landed.find((tenant, block.key)) if entry is None else None
             if entry is not None:
                 fingerprint, length, expires_ms = entry.fingerprint, entry.length, entry.expires_ms
             elif landed is not None:

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b f7941aba63f8512ff7774a56260c9ae9
+# Generated from proto sources with BLAKE2b dd7b3b6d8a532867c7ee0fb632a8f7bc
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor

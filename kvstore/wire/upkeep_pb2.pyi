@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b f7941aba63f8512ff7774a56260c9ae9
+# Generated from proto sources with BLAKE2b dd7b3b6d8a532867c7ee0fb632a8f7bc
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from kvstore.wire import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers
@@ -144,18 +144,20 @@ class TakeSessionsResponse(_message.Message):
     def __init__(self, refused: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class SendSessionsRequest(_message.Message):
-    __slots__ = ("node", "ticket", "tenant", "user", "epoch")
+    __slots__ = ("node", "ticket", "tenant", "user", "epoch", "history")
     NODE_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     node: str
     ticket: int
     tenant: str
     user: str
     epoch: int
-    def __init__(self, node: _Optional[str] = ..., ticket: _Optional[int] = ..., tenant: _Optional[str] = ..., user: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    history: str
+    def __init__(self, node: _Optional[str] = ..., ticket: _Optional[int] = ..., tenant: _Optional[str] = ..., user: _Optional[str] = ..., epoch: _Optional[int] = ..., history: _Optional[str] = ...) -> None: ...
 
 class SendSessionsResponse(_message.Message):
     __slots__ = ("earlier_node", "earlier_epoch", "is_partial", "earlier_standby", "earlier_copies", "lot")
@@ -212,7 +214,7 @@ class TakeSessionResponse(_message.Message):
     def __init__(self, taken: bool = ...) -> None: ...
 
 class FollowSessionsRequest(_message.Message):
-    __slots__ = ("node", "lease", "lot", "epoch", "copies", "earlier_node", "earlier_epoch", "earlier_standby", "earlier_copies", "taken")
+    __slots__ = ("node", "lease", "lot", "epoch", "copies", "earlier_node", "earlier_epoch", "earlier_standby", "earlier_copies", "taken", "history")
     NODE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LOT_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +225,7 @@ class FollowSessionsRequest(_message.Message):
     EARLIER_STANDBY_FIELD_NUMBER: _ClassVar[int]
     EARLIER_COPIES_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     node: str
     lease: int
     lot: int
@@ -233,7 +236,8 @@ class FollowSessionsRequest(_message.Message):
     earlier_standby: str
     earlier_copies: int
     taken: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node: _Optional[str] = ..., lease: _Optional[int] = ..., lot: _Optional[int] = ..., epoch: _Optional[int] = ..., copies: _Optional[int] = ..., earlier_node: _Optional[str] = ..., earlier_epoch: _Optional[int] = ..., earlier_standby: _Optional[str] = ..., earlier_copies: _Optional[int] = ..., taken: _Optional[_Iterable[str]] = ...) -> None: ...
+    history: str
+    def __init__(self, node: _Optional[str] = ..., lease: _Optional[int] = ..., lot: _Optional[int] = ..., epoch: _Optional[int] = ..., copies: _Optional[int] = ..., earlier_node: _Optional[str] = ..., earlier_epoch: _Optional[int] = ..., earlier_standby: _Optional[str] = ..., earlier_copies: _Optional[int] = ..., taken: _Optional[_Iterable[str]] = ..., history: _Optional[str] = ...) -> None: ...
 
 class FollowSessionsResponse(_message.Message):
     __slots__ = ("refused", "ticket")

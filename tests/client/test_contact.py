@@ -41,15 +41,15 @@ def over_tls(pki: Path, *more: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def secure(pki: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    with small_node(tmp_path_factory.mktemp("secure") / "node", arguments=over_tls(pki)) as node:
+def secure(pki: Path, module_folder: Path) -> Iterator[NodeProcess]:
+    with small_node(module_folder / "secure", arguments=over_tls(pki)) as node:
         yield node
 
 
 @pytest.fixture(scope="module")
-def strict(pki: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+def strict(pki: Path, module_folder: Path) -> Iterator[NodeProcess]:
     arguments = over_tls(pki, "--tls-clients", str(pki / "ca.pem"))
-    with small_node(tmp_path_factory.mktemp("strict") / "node", arguments=arguments) as node:
+    with small_node(module_folder / "strict", arguments=arguments) as node:
         yield node
 
 

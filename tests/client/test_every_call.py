@@ -47,10 +47,10 @@ def ended(call: Any) -> tuple[grpc.StatusCode, dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NodeInProcess, Acme]]:
+def still(module_folder: Path) -> Iterator[tuple[NodeInProcess, Acme]]:
     """A node that can be stopped, and a client with a stored block."""
     with (
-        NodeInProcess(tmp_path_factory.mktemp("still") / "node") as node,
+        NodeInProcess(module_folder / "still") as node,
         small_client(node.target) as client,
         FlagWords.create(1) as flags,
     ):
@@ -88,13 +88,12 @@ def test_a_call_ends_at_its_deadline_when_the_node_is_stopped(
 
 
 @pytest.fixture(scope="module")
-def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+def busy(module_folder: Path) -> Iterator[NodeProcess]:
     """A node on which one tenant has used up its rate for a long time."""
-    folder: Path = tmp_path_factory.mktemp("busy")
-    tenants = folder / "tenants.toml"
+    tenants = module_folder / "tenants.toml"
     tenants.write_text(f'[busy]\ntokens_sha256 = ["{token_digest("busy")}"]\nrequests_per_s = 1\n')
     arguments = ("--tenants", str(tenants))
-    with small_node(folder / "node", arguments=arguments) as node:
+    with small_node(module_folder / "busy", arguments=arguments) as node:
         with grpc.insecure_channel(node.target) as channel:
             request = blocks_pb2.ExplainRequest(keys=[KEY] * 1000)
             stubs(channel).Explain(request, metadata=header("busy"), timeout=WAIT_S)

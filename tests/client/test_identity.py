@@ -88,15 +88,14 @@ def guarded(tmp_path: Path, tenants: Path) -> Iterator[NodeProcess]:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+def shared(module_folder: Path) -> Iterator[NodeProcess]:
     """A shared node; each test has a tenant of its own."""
-    folder = tmp_path_factory.mktemp("shared")
     own = [
         f'[acme-{name}]\ntokens_sha256 = ["{token_digest(f"acme-{name}")}"]\n' for name in (*CALLS, "reads")
     ]
-    (folder / "tenants.toml").write_text(TENANTS + "".join(own))
-    more = ("--tenants", str(folder / "tenants.toml"))
-    with small_node(folder / "node", arguments=more) as node:
+    (module_folder / "tenants.toml").write_text(TENANTS + "".join(own))
+    more = ("--tenants", str(module_folder / "tenants.toml"))
+    with small_node(module_folder / "node", arguments=more) as node:
         yield node
 
 

@@ -46,8 +46,8 @@ NEEDED = "name the block's user .* or ask for SHARED"
 
 
 @pytest.fixture(scope="module")
-def plain_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    with NodeProcess(tmp_path_factory.mktemp("plain") / "data", capacity="64MiB") as running:
+def plain_node(module_folder: Path) -> Iterator[NodeProcess]:
+    with NodeProcess(module_folder / "plain", capacity="64MiB") as running:
         yield running
 
 

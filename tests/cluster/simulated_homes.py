@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 
 from kvstore.cluster.etcd import EtcdAway
-from kvstore.cluster.etcd_history import EtcdMemory
+from kvstore.cluster.etcd_history import EtcdMemory, History
 from kvstore.cluster.map import DRAINING, Member
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.takeovers import Takeovers
@@ -30,7 +30,7 @@ from kvstore.node.session_moves import SessionMoves
 from kvstore.node.session_standbys import Standbys, _common
 from kvstore.wire import upkeep_pb2 as pb
 from tests.cluster.history import Call, End, Kind
-from tests.cluster.simulated import FakeClient, FakeEtcd, LoopClock
+from tests.cluster.simulated import HISTORY, FakeClient, FakeEtcd, LoopClock
 from tests.cluster.simulated_nodes import rpc_error
 
 if TYPE_CHECKING:
@@ -70,8 +70,11 @@ class SimulatedMoves(SessionMoves):
         peers: Any = SimpleNamespace(stub=self._stub, metadata=())
         super().__init__(real, tenants, node.membership, peers, real)
         self.hand_overs: Any = SimpleNamespace(
-            note=self._note, note_copy=nothing, queue=nothing, close=self._nothing
+            note=self._note, note_copy=self._note_copy, queue=nothing, close=self._nothing
         )
+        self.copied: dict[
+            str, tuple[str, int, int]
+        ] = {}  # users with copies here: their homes, as those know it
         self.standbys = SimulatedStandbys(real, tenants, node.membership, peers, self)
         self.copies = SimulatedCopies(real, tenants, node.membership, self)
         self.leftovers = SimulatedLeftovers(cast("Any", self), tenants, node.membership)
@@ -85,16 +88,54 @@ class SimulatedMoves(SessionMoves):
         self.pending.add(task)
         task.add_done_callback(self.pending.discard)
 
+    def _as_home(self, name: str) -> tuple[str, int, int]:
+        return name, self.own.membership.lease_of.get(name, 0), self.own.membership.lease
+
+    def _note_copy(self, tenant: str, user: str, home: str) -> None:
+        del tenant
+        if not self.world.offers_copies:
+            return
+        if not self.copied:
+            self.pending.add(asyncio.create_task(self._offer_copies()))
+        self.copied[user] = self._as_home(home)
+
+    @property
+    def unknowing_homes(self) -> dict[str, Member]:
+        """Homes of users with copies here that may not know of these, as `HandOvers` finds them, by user."""
+        homes = {user: self.own.membership.map.home("", user) for user in self.copied}
+        return {
+            user: home
+            for user, home in homes.items()
+            if home is not None and self.copied[user] != self._as_home(home.name)
+        }
+
+    async def _offer_copies(self) -> None:
+        while True:
+            await asyncio.sleep(self.world.rng.random() * 10)
+            for user, home in self.unknowing_homes.items():
+                now = self._as_home(home.name)
+                if home.name == self.own.name:
+                    is_taken = not await self._take_named("", user)
+                else:
+                    is_taken = await self._offer_to(home.node, user) is not None
+                if is_taken:
+                    self.copied[user] = now
+
+    async def _offer_to(self, target: str, user: str) -> pb.TakeSessionsResponse | None:
+        request = pb.TakeSessionsRequest(user=user)
+        with suppress(grpc.aio.AioRpcError):
+            stub = self._stub(target)
+            answer = await stub.TakeSessions(request, timeout=SESSIONS_MOVE_MS / 1000, metadata=())
+            return None if answer.refused else cast("pb.TakeSessionsResponse", answer)
+        return None
+
     async def _offer(self, user: str) -> None:
         await asyncio.sleep(self.world.rng.random() * 60)
         home = self.own.membership.map.home("", user)
         if home is not None and home.name != self.own.name and not self.own.is_dead:
-            request = pb.TakeSessionsRequest(user=user)
-            with suppress(grpc.aio.AioRpcError):
-                stub = self._stub(home.node)
-                answer = await stub.TakeSessions(request, timeout=SESSIONS_MOVE_MS / 1000, metadata=())
-                if not answer.refused:
-                    await self.leftovers.note_taken("", user, home.name, answer.epoch)
+            answer = await self._offer_to(home.node, user)
+            if answer is not None:
+                await self.leftovers.note_taken("", user, home.name, answer.epoch)
 
     def _stub(self, target: str) -> Any:
         return SimpleNamespace(
@@ -190,6 +231,7 @@ class SimulatedCopies(SessionCopies):
 
     async def _store(self, followed: Any, copy: pb.SessionCopy) -> bool:
         own, rng = self._moves.own, self._moves.world.rng
+        self._moves.hand_overs.note_copy("", copy.user, followed.node)
         await asyncio.sleep(rng.random() * rng.choice(self._moves.world.delays_s))
         epoch, values = own.drive.get(copy.user, (-1, []))
         if own.is_dead or epoch > followed.copies:
@@ -276,6 +318,7 @@ class _Step:
 class SimulatedHomes:
     replicas = 1  # on how many nodes sessions are
     delays_s: tuple[float, ...] = (0.01, 0.01, 0.3, 2.0)  # of a message between nodes, up to one of these
+    offers_copies = False  # standbys offer what they have to homes that may not know of it
     pause_s = 1.5  # of a client between two calls, at most
     drive_delays_s: tuple[float, ...] = (0.01, 0.01, 0.5)  # of a write to a node's folder
 
@@ -306,10 +349,8 @@ class SimulatedHomes:
         node = self.nodes.get(name)
         if rng.random() < 0.1:
             self.backup = self.etcd.state()
-        if rng.random() < 0.1:  # it loses all, or all since a backup
-            await (
-                self.etcd.restore(self.backup) if self.backup and rng.random() < 0.5 else self.etcd.restore()
-            )
+        if rng.random() < 0.1:
+            await self.lose(self.backup if self.backup and rng.random() < 0.5 else None)
         if node is None:
             self.begin(name)
         elif rng.random() < 0.3:
@@ -321,6 +362,32 @@ class SimulatedHomes:
         else:
             node.way.is_away = not node.way.is_away
         await asyncio.sleep(rng.random() * rng.choice((0.1, 3, 12)))
+
+    async def lose(self, backup: tuple[Any, ...] | None) -> None:
+        """Take all data from etcd, or all since a backup, if a node that reaches it knows more, and says so.
+
+        Otherwise nobody can tell that a backup is old: a node that was down since then takes it for the latest.
+        """
+        if backup is None or not self.is_known_to_be_old(backup):
+            await self.etcd.restore()
+            return
+        was = History.of(backup[1], HISTORY)
+        await self.etcd.restore(backup)
+        for _ in range(200):
+            if History.of(self.etcd.values, HISTORY) != was:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("no node has said that the backup is old")
+
+    def is_known_to_be_old(self, backup: tuple[Any, ...]) -> bool:
+        """Whether a node that reaches etcd knows of more changes than are made before it looks again."""
+        revision, values, *_ = backup
+        number = History.of(values, HISTORY).offset + revision
+        return any(
+            self.memories[name].revision > number + 2 * len(self.drives)
+            for name, node in self.nodes.items()
+            if not node.way.is_away
+        )
 
     # --- clients
 

@@ -85,10 +85,9 @@ class ArmedCluster:
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NodeProcess]]:
-    folder = tmp_path_factory.mktemp("ahead")
+def nodes(module_folder: Path) -> Iterator[list[NodeProcess]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(small_node(folder / f"node{number}")) for number in range(3)]
+        yield [stack.enter_context(small_node(module_folder / f"node{number}")) for number in range(3)]
 
 
 @pytest.fixture

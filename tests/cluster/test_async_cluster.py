@@ -35,10 +35,9 @@ COUNT, BYTES, WAIT_S = 24, 4096, 10.0
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NodeProcess]]:
-    folder: Path = tmp_path_factory.mktemp("asyncio")
+def nodes(module_folder: Path) -> Iterator[list[NodeProcess]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(small_node(folder / f"node{number}")) for number in range(2)]
+        yield [stack.enter_context(small_node(module_folder / f"node{number}")) for number in range(2)]
 
 
 def client_of(nodes: list[NodeProcess], replicas: int = 2) -> AsyncClusterClient:

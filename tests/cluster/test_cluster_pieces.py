@@ -18,6 +18,7 @@ from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kvstore.client import RegisteredMemory
     from kvstore.demo.node_process import NodeProcess
@@ -75,10 +76,9 @@ class PiecesCluster:
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NodeProcess]]:
-    folder = tmp_path_factory.mktemp("three")
+def three(module_folder: Path) -> Iterator[list[NodeProcess]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(small_node(folder / f"node{number}")) for number in range(3)]
+        yield [stack.enter_context(small_node(module_folder / f"node{number}")) for number in range(3)]
 
 
 @pytest.fixture

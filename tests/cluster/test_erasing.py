@@ -33,12 +33,11 @@ ADA, GRACE = domain_of("ada"), domain_of("grace")
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    folder = tmp_path_factory.mktemp("encrypted")
-    master = folder / "master.key"
+def world(module_folder: Path) -> Iterator[RealCluster]:
+    master = module_folder / "master.key"
     new_master_file(master)
     with ExitStack() as stack:
-        yield RealCluster(folder, stack, 3, ("--master-key", f"file:{master}"))
+        yield RealCluster(module_folder, stack, 3, ("--master-key", f"file:{master}"))
 
 
 def put(world: RealCluster, domain: bytes, count: int = COUNT, *, node: str = "") -> list[bytes]:

@@ -88,3 +88,36 @@ def test_a_node_that_has_just_started_keeps_no_copies_in_an_epoch_that_it_can_no
         leases.cancel()
 
     run(history())
+
+
+def test_sessions_are_not_sent_or_copied_by_epochs_of_a_history_that_a_node_does_not_know() -> None:
+    """Etcd was restored from a backup, and one of two nodes has heard of it: their epochs are not the same."""
+
+    async def history() -> None:
+        world = a_fast_world()
+        leases = asyncio.create_task(world.etcd.run())
+        home, standby, term = await a_home_and_its_standby(world, "ada")
+        await append(home, term, "ada", "v2")
+        record = await home.primacy.amend(term)
+        for asked in (home.primacy.history, "", "another"):
+            sending = pb.SendSessionsRequest(node=standby.name, user="ada", epoch=record.epoch, history=asked)
+            following = pb.FollowSessionsRequest(
+                node=record.node,
+                lease=record.lease,
+                lot=term.lot,
+                epoch=record.epoch,
+                copies=record.copies,
+                history=asked,
+            )
+            answer = await standby.moves.copies.follow(following)
+            if asked == "another":
+                assert "another history" in answer.refused
+                with pytest.raises(WrongEpoch, match="another history"):
+                    await home.moves.send(TENANT, sending)
+            else:  # empty: of an earlier version
+                assert answer.ticket
+                assert not answer.refused
+                await home.moves.send(TENANT, sending)
+        leases.cancel()
+
+    run(history())

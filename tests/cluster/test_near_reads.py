@@ -102,9 +102,9 @@ def got(client: ClusterClient, keys: list[bytes]) -> int:
 
 
 @pytest.fixture(scope="module")
-def racks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZonedCluster]:
+def racks(module_folder: Path) -> Iterator[ZonedCluster]:
     with ExitStack() as stack:
-        yield ZonedCluster(tmp_path_factory.mktemp("racks"), stack)
+        yield ZonedCluster(module_folder, stack)
 
 
 def test_all_blocks_are_read_from_the_node_in_the_clients_zone(racks: ZonedCluster) -> None:

@@ -19,7 +19,7 @@ from kvstore.errors import DeadlineExceeded
 from kvstore.limits import SESSIONS_EPOCHS_MAX, SESSIONS_KNOWN_MS, SESSIONS_MOVE_MS, SESSIONS_TAKING_MS
 from kvstore.wire import upkeep_pb2 as pb
 from tests.cluster.history import End, faults
-from tests.cluster.simulated import FakeEtcd, run
+from tests.cluster.simulated import HISTORY, FakeEtcd, run
 from tests.cluster.simulated_homes import (
     CLIENTS,
     FAILOVER_S,
@@ -189,6 +189,33 @@ def test_blocks_stored_before_etcd_lost_data_are_of_a_past_epoch(*, was_restored
             await asyncio.sleep(0.1)
         assert epochs
         assert min(epochs) >= SESSIONS_EPOCHS_MAX
+        leases.cancel()
+
+    run(history())
+
+
+def test_a_backup_without_its_history_is_known_to_be_old_by_nodes_that_saw_nothing_later() -> None:
+    """As docs/cluster.md advises for a backup that no node may recognize."""
+
+    async def history() -> None:
+        etcd, rng = FakeEtcd(), random.Random(1)
+        leases = asyncio.create_task(etcd.run())
+        memories = {name: EtcdMemory("test") for name in ("node1", "node2")}
+        nodes = {name: Node(etcd, rng, name, {}, memory) for name, memory in memories.items()}
+        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
+        (user, *_) = [user for user in map(str, range(20)) if await orders(nodes["node1"], user)]
+        await nodes["node1"].end(kindly=False)
+        backup = etcd.state()
+        await asyncio.sleep(FAILOVER_S)
+        assert (await nodes["node2"].primacy.enter("", user)).epoch == 1
+        await nodes["node2"].end(kindly=False)
+        for part in (1, 2):
+            for key in [key for key in backup[part] if key.startswith(HISTORY)]:
+                del backup[part][key]
+        await etcd.restore(backup)
+        node = Node(etcd, rng, "node1", {}, memories["node1"])
+        await asyncio.sleep(FAILOVER_S)
+        assert (await node.primacy.enter("", user)).epoch >= SESSIONS_EPOCHS_MAX
         leases.cancel()
 
     run(history())

@@ -225,6 +225,8 @@ class RepairHistory:
         while True:
             await asyncio.sleep(0.2)
             for one in list(self.processes.values()):
+                if self.processes.get(one.member.node) is not one:
+                    continue  # it was killed while another one ended
                 if not one.upkeep.has_drained or not one.membership.is_seen:
                     continue
                 for name in one.store.blocks.keys() - self.deleting:

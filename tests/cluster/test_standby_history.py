@@ -39,7 +39,9 @@ class OneAtATime(SimulatedHomes):
 
     async def have_caught_up(self) -> None:
         for _ in range(300):
-            if not any(node.moves.standbys.lots_alone for node in self.nodes.values()):
+            if not any(
+                node.moves.standbys.lots_alone or node.moves.unknowing_homes for node in self.nodes.values()
+            ):
                 break
             await asyncio.sleep(0.1)
 
@@ -108,6 +110,7 @@ class Count:
         self.done = self.copied = self.removed = 0
 
     async def history(self, world: SimulatedHomes, harms: int, *, may_lose: bool) -> None:
+        world.offers_copies = True
         leases = asyncio.create_task(world.etcd.run())
         for name in sorted(world.drives)[:3]:
             world.begin(name)

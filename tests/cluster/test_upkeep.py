@@ -275,9 +275,9 @@ def command(*said: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
+def pair(module_folder: Path) -> Iterator[RealCluster]:
     with ExitStack() as stack:
-        yield RealCluster(tmp_path_factory.mktemp("pair"), stack, 2)
+        yield RealCluster(module_folder, stack, 2)
 
 
 @pytest.fixture

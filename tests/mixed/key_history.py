@@ -19,8 +19,7 @@ losses and second blocks are no faults. Of several puts of the same bytes the lo
 with `already_stored` has sent nothing, so its bytes need not be those that are stored.
 
 An acknowledgement as `landed` is less than one as `written` (docs/client.md): the block may be lost when the node is
-killed; and if it or another block under way under its key was put by `reserve`, either may be dropped after it landed.
-A block that has landed by `reserve` is found only once the node has written it, a few milliseconds later.
+killed.
 
 What it doesn't do: judge the order of a session's calls (`tests/cluster/history.py` does), or ask that gets are
 linearizable while a removal is under way.
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["End", "Event", "Fault", "History", "Kind", "Outage", "Way", "report"]
 
 CLOCK_MARGIN_S = 0.03  # a time to live is in milliseconds of another clock
-RESERVED_WRITTEN_S = 1.0  # a busy node has written a block that landed by `reserve`
 NEIGHBOURS = 12  # pieces of evidence that follow one and are compared with it
 SHOWN_BEFORE_S, SHOWN_AFTER_S = 0.3, 0.05
 OTHER_BYTES = -1  # the value of a get that returned bytes of no put
@@ -181,7 +179,6 @@ class _KeyHistory:
             self._by_value[put.value].append(put)
         self._removals = self._of(Kind.REMOVAL)
         self._sure = [one for one in self._removals if one.is_sure and one.end is End.DONE]
-        self._reserved = [one for one in self._puts if one.way is Way.RESERVE]
         self._vanishes = history.evicts or history.has_quota or history.is_damaged
 
     def _of(self, *kinds: Kind) -> list[Event]:
@@ -243,8 +240,6 @@ class _KeyHistory:
                 put.is_acknowledged
                 and put.ended_s < event.began_s
                 and not self._may_be_removed(put.value, put.began_s, event.ended_s)
-                and not self._may_be_dropped(put)
-                and not self._may_be_unwritten(put, event)
             ):
                 yield Fault("an acknowledged block was lost", event, (put,))
                 return
@@ -274,8 +269,7 @@ class _KeyHistory:
         stored = [
             one
             for one in self._events
-            if (one.kind is Kind.HIT and one not in impossible)
-            or (one.is_acknowledged and not self._may_be_dropped(one))
+            if (one.kind is Kind.HIT and one not in impossible) or (one.is_acknowledged)
         ]
         for at, one in enumerate(stored):
             for other in stored[at + 1 : at + 1 + NEIGHBOURS]:
@@ -311,21 +305,6 @@ class _KeyHistory:
             )
             for outage in self._history.outages
         )
-
-    def _may_be_dropped(self, put: Event) -> bool:
-        """Whether a block that is acknowledged as landed need not become the key's block."""
-        if put.durability is not Durability.LANDED:
-            return False
-        others = self._puts if put.way is Way.RESERVE else self._reserved
-        return any(
-            one.value != put.value and one.began_s < put.ended_s + RESERVED_WRITTEN_S for one in others
-        )
-
-    @staticmethod
-    def _may_be_unwritten(put: Event, event: Event) -> bool:
-        """Whether a block that has landed in a reserved slot can't be found yet."""
-        is_landed = put.durability is Durability.LANDED and put.way is Way.RESERVE
-        return is_landed and event.began_s < put.ended_s + RESERVED_WRITTEN_S
 
 
 def _may_be_read(put: Event, event: Event) -> bool:

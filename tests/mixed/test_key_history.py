@@ -121,12 +121,12 @@ PAIRS: dict[str, tuple[str, list[Event | Outage], list[Event | Outage]]] = {
     "a landed block lost to a later put": (
         "an acknowledged block was lost",
         [landed(1, 0, 1), put(2, 0, 5, End.UNKNOWN, way=Way.STREAM), miss(3, 4)],
-        [landed(1, 0, 1), put(2, 0, 5, End.UNKNOWN, way=Way.RESERVE), miss(3, 4)],
+        [landed(1, 0, 1), removal(2, 3), put(2, 0, 5, End.UNKNOWN, way=Way.STREAM), miss(3, 4)],
     ),
     "a block that landed by reserve": (
         "an acknowledged block was lost",
-        [landed(1, 0, 1, Way.RESERVE), miss(3, 4)],
         [landed(1, 0, 1, Way.RESERVE), miss(1.5, 1.6)],
+        [landed(1, 0, 1, Way.RESERVE), miss(0.5, 1.6)],
     ),
     "a loss after an erasure that a stop interrupted": (
         "an acknowledged block was lost",
@@ -170,8 +170,8 @@ PAIRS: dict[str, tuple[str, list[Event | Outage], list[Event | Outage]]] = {
     ),
     "two blocks acknowledged": (
         "two blocks under one key",
-        [landed(1, 0, 1), landed(2, 0, 1, Way.ARM)],
         [landed(1, 0, 1), landed(2, 0, 1, Way.RESERVE)],
+        [landed(1, 0, 1), put(2, 0, 1, End.TAKEN, way=Way.RESERVE)],
     ),
     "another block after a kill": (
         "two blocks under one key",

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,6 +37,25 @@ words = FlagWords.open(sys.argv[1])
 for line in sys.stdin:
     words[0].store(int(line))
 """
+SLOW_READS = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/epoll.h>
+#include <time.h>
+
+int epoll_wait(int fd, struct epoll_event *events, int count, int timeout)
+{
+	static int (*real)(int, struct epoll_event *, int, int);
+	if (!real)
+		real = (int (*)(int, struct epoll_event *, int, int))dlsym(RTLD_NEXT, "epoll_wait");
+	struct timespec began, now;
+	clock_gettime(CLOCK_MONOTONIC, &began);
+	do
+		clock_gettime(CLOCK_MONOTONIC, &now);
+	while (!timeout && (now.tv_sec - began.tv_sec) * 1000000000 + now.tv_nsec - began.tv_nsec < 30000);
+	return real(fd, events, count, timeout);
+}
+"""
 
 
 @pytest.fixture(params=STREAMS)
@@ -61,6 +81,39 @@ def share_awake(seconds: float = 0.5) -> float:
     before = time.process_time()
     select.select([], [], [], seconds)
     return (time.process_time() - before) / seconds
+
+
+@pytest.mark.skipif(
+    "san.so" in os.environ.get("LD_PRELOAD", ""), reason="it would be preloaded together with ours"
+)
+def test_an_idle_thread_sleeps_where_system_calls_are_slow(tmp_path: Path) -> None:
+    """As under gVisor: a long read of the provider's queue is not taken for bytes that have arrived."""
+    built = tmp_path / "slow.so"
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-x", "c", "-o", str(built), "-", "-ldl"]
+    subprocess.run(command, input=SLOW_READS, text=True, check=True, timeout=60)
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from tests.nic_offload import test_idle; test_idle.sleeps_though_reads_are_slow()",
+        ],
+        cwd=Path(__file__).resolve().parents[2],
+        env=os.environ | {"LD_PRELOAD": str(built)},
+        check=True,
+        timeout=60,
+    )
+
+
+def sleeps_though_reads_are_slow() -> None:
+    """Run in a process of its own."""
+    with Pair("net") as pair:
+        pair.there.fence()
+        falls_asleep(pair.far.fabric, 20)
+        pair.there.fence()  # and wakes
+        time.sleep(0.5)
+        before = pair.far.fabric.statistics().loops
+        time.sleep(0.5)
+        assert pair.far.fabric.statistics().loops - before < 1000, "it would be some 15,000"
 
 
 def test_a_peers_write_ends_a_longer_sleep(pair: Pair) -> None:

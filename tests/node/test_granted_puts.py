@@ -110,7 +110,7 @@ def test_what_has_landed_is_found_before_the_nodes_python_has_been_notified(tmp_
             rig.client.arm([block], durability=Durability.SYNCED)
             wait_until(lambda: inside.hot.shelf.came > inside.granted._heard, "it has landed")
             inside.granted.take_all()
-            return block.key in {key for _, key in inside.granted._landed}
+            return block.key in {key for _, key in inside.granted.just_landed.names}
 
         assert node.call(put_and_look)
         rig.close()

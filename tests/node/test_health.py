@@ -14,6 +14,7 @@ from tests.conftest import small_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kvstore.demo.node_process import NodeProcess
 
@@ -23,11 +24,10 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    folder = tmp_path_factory.mktemp("guarded")
-    tenants = folder / "tenants.toml"
+def guarded(module_folder: Path) -> Iterator[NodeProcess]:
+    tenants = module_folder / "tenants.toml"
     tenants.write_text(f'[acme]\ntokens_sha256 = ["{token_digest("acme")}"]\n')
-    with small_node(folder / "node", arguments=("--tenants", str(tenants))) as running:
+    with small_node(module_folder / "node", arguments=("--tenants", str(tenants))) as running:
         yield running
 
 

@@ -115,10 +115,10 @@ def state(url: str, headers: dict[str, str] | None = None, query: str = "") -> A
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+def untouched(module_folder: Path) -> Iterator[NodeProcess]:
     """A node for tests that only read pages, few enough to stay within the rate limit."""
     more = ("--http", "127.0.0.1:0", "--ui")
-    with small_node(tmp_path_factory.mktemp("untouched") / "node", arguments=more) as running:
+    with small_node(module_folder / "untouched", arguments=more) as running:
         yield running
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +18,7 @@ from tests.node.in_process import NodeInProcess
 from tests.node.test_granted_puts import WAIT_S, HeldWrites
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from kvstore.client import Block
@@ -83,7 +84,7 @@ def test_a_later_put_of_its_key_is_not_read_instead(rig: ClientWithBuffers, land
 def test_bytes_that_changed_in_memory_are_not_sent(
     node: NodeInProcess, rig: ClientWithBuffers, landed: Block
 ) -> None:
-    (one,) = node.call(lambda node: list(node.granted._landed.values()))
+    (one,) = node.call(lambda node: list(node.granted.just_landed._blocks.values()))
     payload = node.call(lambda node: node.hot.payload(one.piece, LENGTH))
     was, payload[0] = payload[0], payload[0] ^ 1
     outcome = rig.client.get_inline(landed.key, LENGTH, timeout_s=0.5)  # the store doesn't answer
@@ -138,6 +139,33 @@ def test_a_call_sees_blocks_that_wait_for_a_lane(tmp_path: Path, monkeypatch: py
         rig.close()
 
 
+def append(rig: ClientWithBuffers, key: bytes) -> bool:
+    return rig.client.session("ada", "chat").append([key], tokens=16) == 1
+
+
+def pin(rig: ClientWithBuffers, key: bytes) -> bool:
+    return rig.client.pin([key]).pinned == [True]
+
+
+def prefetch(rig: ClientWithBuffers, key: bytes) -> bool:
+    read = rig.client.prefetch([key])
+    return (read.unread, read.missing) == ([], {})
+
+
+@pytest.mark.parametrize("use", [append, pin, prefetch])
+def test_a_call_that_needs_it_stored_waits_for_the_drive(
+    node: NodeInProcess, rig: ClientWithBuffers, use: Callable[[ClientWithBuffers, bytes], bool]
+) -> None:
+    assert rig.client.put([rig.block(0, LENGTH)])[0].error is None
+    drive, block = HeldWrites(node), rig.block(1, LENGTH)
+    assert rig.client.put([block], durability=Durability.LANDED)[0].error is None
+    with ThreadPoolExecutor(1) as pool:
+        used = pool.submit(use, rig, block.key)
+        assert not wait([used], 0.2).done
+        drive.release()
+        assert used.result(WAIT_S)
+
+
 def test_its_memory_becomes_the_hot_copy(rig: ClientWithBuffers) -> None:
     blocks = [rig.block(number, LENGTH) for number in range(8)]
     assert all(one.error is None for one in rig.client.put(blocks))
@@ -151,12 +179,14 @@ def test_in_a_reserved_slot_it_stays_deleted_though_the_node_had_not_noted_it_ye
 ) -> None:
     """The C core acknowledges a block as landed; the node's thread learns of it later, as when it is busy."""
     blocks = [rig.block(number, LENGTH) for number in range(2)]
-    reserved = rig.client.reserve(blocks, durability=Durability.LANDED)
+    reserved = rig.client.reserve(blocks)
     with monkeypatch.context() as patch:
         patch.setattr(Fabric, "reap", lambda fabric: [] if fabric is node.node.fabric else reap(fabric))
-        assert not any(put.error for put in reserved.arm(None).wait(WAIT_S))
+        puts = reserved.arm(None)
+        assert puts.wait_landed(WAIT_S)
         rig.client.delete([blocks[0].key])
     node.call(lambda one: one._fabric_events())
+    assert not any(put.error for put in puts.wait(WAIT_S))
     wait_until(lambda: rig.client.prefix([blocks[1].key]).blocks == 1, "the other is stored", WAIT_S)
     assert [type(one) for one in rig.client.exists([block.key for block in blocks])] == [Miss, Stored]
 
@@ -165,10 +195,10 @@ def test_in_a_reserved_slot_it_stays_deleted(node: NodeInProcess, rig: ClientWit
     node.call(lambda one: setattr(one, "_goes_on", True))  # what lands waits, as behind many others
     blocks = [rig.block(number, LENGTH) for number in range(3)]
     puts = rig.client.reserve(blocks, durability=Durability.LANDED).arm(None)
-    assert not any(put.error for put in puts.wait(WAIT_S))
     wait_until(lambda: node.call(lambda one: len(one._due)) == len(blocks), "they wait", WAIT_S)
     rig.client.delete([blocks[0].key])
     node.call(lambda one: one._store_due())
+    assert not any(put.error for put in puts.wait(WAIT_S))
     others = [block.key for block in blocks[1:]]
     wait_until(lambda: rig.client.prefix(others).blocks == 2, "the others are stored", WAIT_S)
     assert [type(one) for one in rig.client.exists([block.key for block in blocks])] == [Miss, Stored, Stored]

@@ -14,6 +14,7 @@ from tests.client.test_promises import flip_a_bit_of, put
 from tests.conftest import ClientWithBuffers
 from tests.nic_offload.rig import wait_until
 from tests.node.in_process import NodeInProcess
+from tests.node.test_granted_puts import HeldWrites
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,13 +114,11 @@ def test_landed_is_never_sent_for_a_block_whose_length_differs_from_the_stored_o
     for _ in range(20):  # slots and words come back: there are 16 slots
         result = _put_landed(rig, rig.block(0, LENGTH - 1))
         assert isinstance(result.error, KeyTaken)
-        assert f"{block.key.hex()} already has a block with other bytes or another layout" in str(
-            result.error
-        )
+        assert f"{block.key.hex()} already has a block with another length or layout" in str(result.error)
         assert result.durability is None
     counters = node.node.counters
     wait_until(lambda: counters.puts_key_taken == 20, "the node notes what it has said")
-    assert (counters.puts, counters.landed_taken, node.call(lambda one: one.leases)) == (1, 0, 0)
+    assert (counters.puts, node.call(lambda one: one.leases)) == (1, 0)
     rows = node.call(lambda one: list(one.timings.puts.values()))
     assert sum(row.failed for row in rows) == counters.puts_failed == 20, "of the same failures"
     assert {row.failure for row in rows if row.failed} == {"KeyTaken"}
@@ -128,18 +127,29 @@ def test_landed_is_never_sent_for_a_block_whose_length_differs_from_the_stored_o
     assert rig.is_exact(block)
 
 
-def test_a_landed_block_that_was_not_stored_is_counted(rig: ClientWithBuffers, node: NodeInProcess) -> None:
-    other = rig.block(0, LENGTH, offset=5 * LENGTH)
-    late = rig.client.reserve(
-        [other], durability=Durability.LANDED
-    )  # before there is a block to compare it with
-    put(rig, [rig.block(0, LENGTH)])
-    puts = late.arm(rig.flags[0])
+def test_landed_is_never_sent_for_other_bytes_under_a_key(rig: ClientWithBuffers) -> None:
+    block, other = rig.block(0, LENGTH), rig.block(0, LENGTH, offset=5 * LENGTH)
+    late = rig.client.reserve([other], durability=Durability.LANDED)  # nothing to compare it with yet
+    put(rig, [block])
+    (result,) = late.arm(rig.flags[0]).wait(WAIT_S)
+    assert isinstance(result.error, KeyTaken)
+    assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+    assert rig.is_exact(block)
+
+
+@pytest.mark.node("in process", lane=False)
+def test_landed_is_sent_for_a_reserved_block_once_it_can_be_read(
+    rig: ClientWithBuffers, node: NodeInProcess
+) -> None:
+    drive, block = HeldWrites(node), rig.block(0, LENGTH)
+    puts = rig.client.reserve([block], durability=Durability.LANDED).arm(None)
+    wait_until(lambda: rig.client.statistics().leases == 1, "it has landed")
+    assert not puts.wait_landed(0.2)
+    drive.release()
     (result,) = puts.wait(WAIT_S)
-    assert result.durability is Durability.LANDED
-    counters = node.node.counters
-    wait_until(lambda: counters.puts_key_taken == 1, "the block is compared")
-    assert (counters.landed_taken, counters.landed_failed) == (1, 0)
+    assert (result.error, result.durability) == (None, Durability.LANDED)
+    assert rig.client.get([rig.wanted(block)], timeout_s=WAIT_S) == [Hit(block.key)]
+    assert rig.is_exact(block)
 
 
 def test_an_inline_put_of_other_bytes_fails_with_key_taken(rig: ClientWithBuffers) -> None:
