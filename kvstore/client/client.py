@@ -386,8 +386,8 @@ class Client(Handle):
     ) -> list[PutResult]:
         """Put blocks, each a key and its bytes or pieces of them, in one stream. Returns the result of each, in order.
 
-        If the stream breaks, blocks without an answer get its error, and may be stored or not. Blocks not taken from
-        `blocks` have no result: the list is shorter. If `blocks` raises, so does this call.
+        If the stream breaks, blocks without an answer get its error, and may be stored or not. Those not taken yet from
+        an iterator have no result: the list is shorter. If `blocks` raises, so does this call.
 
         >>> pages = [(block_key(b"many", bytes([i])), bytes([i]) * 4096) for i in range(3)]
         >>> [result.durability.name for result in client.put_many_inline(pages)]

@@ -8,6 +8,7 @@ gRPC's window; blocks are taken from the caller, and given to it, one at a time.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ from kvstore.wire.parts import encoded_put, got_parts
 from kvstore.wire.status import error_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     import grpc
@@ -193,6 +194,8 @@ class InlineCalls:
             if mistakes:
                 raise mistakes[0] from None
             broken = error
+            if isinstance(blocks, Sequence):
+                keys += [key for key, _ in blocks[len(keys) :]]  # they were not sent
         results = [_result(key, ended.get(number), broken) for number, key in enumerate(keys)]
         if span is not None:
             span.put(len(keys), [one.error for one in results if one.error is not None])

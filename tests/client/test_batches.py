@@ -395,6 +395,17 @@ def test_an_absent_node_is_a_result_for_each_block() -> None:
         assert [one.reason for one in got if isinstance(one, Miss)] == [MissReason.NODE_AWAY] * 2
 
 
+def test_a_stream_that_breaks_early_has_a_result_for_each_block_of_a_list() -> None:
+    blocks = [(key(number), bytes(MIB)) for number in range(20)]
+    with small_client("127.0.0.1:1") as client:
+        results = client.put_many_inline(blocks, timeout_s=5)
+        assert [one.key for one in results] == [one for one, _ in blocks]
+        assert all(isinstance(one.error, NodeUnavailable) for one in results)
+        assert len(client.put_many_inline(iter(blocks), timeout_s=5)) < len(blocks), (
+            "these may cost something to make"
+        )
+
+
 def test_an_empty_request_is_refused(node: NodeInProcess) -> None:
     with grpc.insecure_channel(node.target) as channel:
         for call in (stub(channel).PutBatch, stub(channel).GetBatch):
