@@ -105,7 +105,6 @@ class Lease:
     leased_ns: int = 0
     deadline_ns: int = 0
     landed_ns: int = 0
-    seen_ns: int = 0  # when the C core saw it, before the client could know that it had landed
     flag_ns: int = 0  # when its flag was seen, if that arrived with the block; 0: unknown
     trace: SessionTrace | None = None  # of the block's session, if the client named one
     traced: PutTrace | None = None  # collects the outcomes of the put's leases, for its spans
@@ -134,7 +133,7 @@ class LandedLease(NamedTuple):
 
     connection: Connection
     lease: Lease
-    event: Event
+    event: Event  # as of when the C core saw it, before the client could know that it had landed
 
     @property
     def tenant(self) -> bytes:

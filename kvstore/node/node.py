@@ -444,8 +444,8 @@ class Node:
                 self._fabric_event(event, landed, calls)
         self.counters.landed += len(landed)
         now_ns = self.clock.monotonic_ns()
-        for _, lease, event in landed:
-            lease.landed_ns, lease.seen_ns = now_ns, event.time_ns
+        for _, lease, _ in landed:
+            lease.landed_ns = now_ns
         if self.spans is not None:
             self.spans.landed(((lease, event.time_ns) for _, lease, event in landed), now_ns)
         self.traces.saw(Step.LANDED, (lease for _, lease, _ in landed))
@@ -484,10 +484,10 @@ class Node:
 
     def _store(self, landed: Sequence[LandedLease]) -> None:
         since = self.erasures.began_since
-        if erased := [one for one in landed if since(one.tenant, one.lease.domain, one.lease.seen_ns)]:
+        if erased := [one for one in landed if since(one.tenant, one.lease.domain, one.event.time_ns)]:
             landed = [one for one in landed if one not in erased]
             self._kept([one.ended(BeingErased(_ERASED)) for one in erased])
-        if gone := [one for one in landed if self.deletions.is_since(one.name, one.lease.seen_ns)]:
+        if gone := [one for one in landed if self.deletions.is_since(one.name, one.event.time_ns)]:
             landed = [one for one in landed if one not in gone]
             self._kept([one.ended(None) for one in gone])
         items = [connection.item(lease, event.value) for connection, lease, event in landed]

@@ -485,9 +485,8 @@ class Store(Handle):
     def _drain(self) -> None:
         """Complete operations that involve several drives."""
         while self._deletions.completions.promised or self._steps.completions.promised:
-            if not (
-                self._deletions.completions or self._steps.completions
-            ):  # results that only wait for a poll
+            waits_only_for_a_poll = self._deletions.completions or self._steps.completions
+            if not waits_only_for_a_poll:
                 if not any(drive.is_busy for drive in self.drives):
                     raise StorageError("The store is unusable after an earlier exception.")
                 self._ready.poll()

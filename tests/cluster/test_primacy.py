@@ -163,6 +163,15 @@ def test_a_node_that_was_cut_off_waits_like_a_new_one() -> None:
     run(history())
 
 
+async def two_nodes(etcd: FakeEtcd, rng: random.Random) -> tuple[dict[str, EtcdMemory], dict[str, Node], str]:
+    """What two nodes remember of etcd, the nodes, and a user whose sessions node1 orders."""
+    memories = {name: EtcdMemory("test") for name in ("node1", "node2")}
+    nodes = {name: Node(etcd, rng, name, {}, memory) for name, memory in memories.items()}
+    await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
+    (user, *_) = [user for user in map(str, range(20)) if await orders(nodes["node1"], user)]
+    return memories, nodes, user
+
+
 @pytest.mark.parametrize("was_restored", [False, True])
 def test_blocks_stored_before_etcd_lost_data_are_of_a_past_epoch(*, was_restored: bool) -> None:
     """Another node ordered the user's sessions meanwhile, and etcd no longer knows it."""
@@ -170,10 +179,7 @@ def test_blocks_stored_before_etcd_lost_data_are_of_a_past_epoch(*, was_restored
     async def history() -> None:
         etcd, rng = FakeEtcd(), random.Random(1)
         leases = asyncio.create_task(etcd.run())
-        memories = {name: EtcdMemory("test") for name in ("node1", "node2")}
-        nodes = {name: Node(etcd, rng, name, {}, memory) for name, memory in memories.items()}
-        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
-        (user, *_) = [user for user in map(str, range(20)) if await orders(nodes["node1"], user)]
+        memories, nodes, user = await two_nodes(etcd, rng)
         assert (await nodes["node1"].primacy.enter("", user)).epoch == 0
         backup = etcd.state()
         await nodes["node1"].end(kindly=False)
@@ -200,10 +206,7 @@ def test_a_backup_without_its_history_is_known_to_be_old_by_nodes_that_saw_nothi
     async def history() -> None:
         etcd, rng = FakeEtcd(), random.Random(1)
         leases = asyncio.create_task(etcd.run())
-        memories = {name: EtcdMemory("test") for name in ("node1", "node2")}
-        nodes = {name: Node(etcd, rng, name, {}, memory) for name, memory in memories.items()}
-        await asyncio.sleep(SESSIONS_TAKING_MS / 1000 + 2)
-        (user, *_) = [user for user in map(str, range(20)) if await orders(nodes["node1"], user)]
+        memories, nodes, user = await two_nodes(etcd, rng)
         await nodes["node1"].end(kindly=False)
         backup = etcd.state()
         await asyncio.sleep(FAILOVER_S)

@@ -244,8 +244,8 @@ class Caller(threading.Thread):
         self.memory[offset : offset + key.length] = self.data(put)
         return Block(key.name, self.region, offset, key.length, domain=key.domain)
 
-    def end_puts(self, puts: Sequence[Event], results: Sequence[PutResult]) -> bool:
-        """Note results; whether all of them are known."""
+    def end_puts(self, puts: Sequence[Event], results: Sequence[PutResult]) -> None:
+        """Note results."""
         ended_s = time.monotonic()
         for put, result in zip(puts, results, strict=True):
             if result.error is None:
@@ -255,7 +255,6 @@ class Caller(threading.Thread):
                 if end is End.UNKNOWN and not isinstance(result.error, EXPECTED):
                     self._note_unexpected(result.error)
             put.ended_s, put.end = ended_s, end
-        return all(put.end is not End.UNKNOWN for put in puts)
 
     def _note_unexpected(self, error: KvError) -> None:
         # Short deadlines that a busy machine misses open the client's breaker: then later calls aren't tried.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from kvstore.client import Block
@@ -23,7 +23,7 @@ from tests.mixed.callers import CALL_TIMEOUT_S, Caller, end_of_error
 from tests.mixed.key_history import End, Event, Kind, Way
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from kvstore.client import Session
     from kvstore.client.puts import ArmedPuts
@@ -49,6 +49,16 @@ FILLERS: Final = 6
 # --- puts
 
 
+@contextmanager
+def _renewed_if_unknown(caller: Caller, puts: Sequence[Event]) -> Iterator[None]:
+    """Continue with a new client if the end of a put is unknown then: the old one may still send it."""
+    try:
+        yield
+    finally:
+        if any(put.end is End.UNKNOWN for put in puts):
+            caller.renew()
+
+
 def _put_registered(caller: Caller, way: Way) -> None:
     """Put blocks from registered memory, now and then two of one key with different bytes."""
     keys, dice = caller.some_keys(), caller.dice
@@ -58,19 +68,14 @@ def _put_registered(caller: Caller, way: Way) -> None:
     if dice.random() < 0.15:
         puts.append(caller.begin_put(keys[0], way, durability, expires_unix_ms))
         blocks.append(caller.source(puts[-1], is_second=True))
-    try:
-        sent = _sent(caller, way, puts, blocks, durability, expires_unix_ms)
-        if sent is None:
-            return
-        is_known = caller.end_puts(puts, sent.wait(CALL_TIMEOUT_S))
-    except Overloaded:  # the call itself was refused, and nothing of it was sent
-        caller.end_all(puts, End.NEVER)
-        raise
-    except KvError:
-        caller.renew()
-        raise
-    if not is_known:
-        caller.renew()
+    with _renewed_if_unknown(caller, puts):
+        try:
+            sent = _sent(caller, way, puts, blocks, durability, expires_unix_ms)
+            if sent is not None:
+                caller.end_puts(puts, sent.wait(CALL_TIMEOUT_S))
+        except Overloaded:  # the call itself was refused, and nothing of it was sent
+            caller.end_all(puts, End.NEVER)
+            raise
 
 
 def _sent(
@@ -125,17 +130,13 @@ def reserve_many(caller: Caller) -> None:
     one = caller.begin_put(caller.key(), Way.RESERVE, Durability.LANDED, 0)
     block, crowd, domain = caller.source(one), caller.crowd(), caller.shared.filler_domain
     blocks = [Block(name, caller.region, block.offset, 64, domain=domain) for name in crowd]
-    try:
-        armed = caller.client.reserve([*blocks, block], durability=Durability.LANDED).arm(None)
-        is_known = caller.end_puts([one], armed.wait(CALL_TIMEOUT_S)[-1:])
-    except (Overloaded, Refused, StorageError):
-        caller.end_all([one], End.NEVER)
-        raise
-    except KvError:
-        caller.renew()
-        raise
-    if not is_known:
-        caller.renew()
+    with _renewed_if_unknown(caller, [one]):
+        try:
+            armed = caller.client.reserve([*blocks, block], durability=Durability.LANDED).arm(None)
+            caller.end_puts([one], armed.wait(CALL_TIMEOUT_S)[-1:])
+        except (Overloaded, Refused, StorageError):
+            caller.end_all([one], End.NEVER)
+            raise
     names, removals = crowd, list[Event]()
     if caller.dice.random() < 0.5:
         names, removals = [*crowd, block.key], caller.begin_removals([one.key], "delete", [one.key])
@@ -178,8 +179,7 @@ def put_many_inline(caller: Caller) -> None:
         domain=domain,
         timeout_s=CALL_TIMEOUT_S,
     )
-    caller.end_all(puts[len(results) :], End.NEVER)  # the stream broke before they were taken
-    caller.end_puts(puts[: len(results)], results)
+    caller.end_puts(puts, results)
 
 
 # --- gets
