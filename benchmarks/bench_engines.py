@@ -51,7 +51,7 @@ from tests.engines.node import Node, until
 if TYPE_CHECKING:
     from benchmarks.form import Form
 
-_ROUNDS = 5
+_ROUNDS = 9
 _TIMES = {"own": 7, "hot": 3, "pool emptied": 3}  # of which the middle one counts
 _TOKENS = 4136
 _POOL_BYTES = 256 << 20

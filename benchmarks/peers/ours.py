@@ -55,8 +55,9 @@ def store_at_cadence(path: str, count: int, cadence_us: int) -> None:
         for i in range(count):
             due_ns += cadence_us * 1000
             time.sleep(max(0, due_ns - time.monotonic_ns()) / 1e9)
-            stored_ns.append(time.monotonic_ns())
+            now_ns = time.monotonic_ns()
             word.store(i + 1)
+            stored_ns.append(now_ns)
         time.sleep(cadence_us / 1e6)  # its own end is not timed
     print(*stored_ns, flush=True)
 

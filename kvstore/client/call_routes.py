@@ -80,8 +80,6 @@ class Asking:
 
         Empty if a block's header has no room for it.
         """
-        if watch is None and span is None:
-            return b"", b""
 
         def said() -> bytes:
             headers = header_bytes((*metadata_of(watch), *self._traced(span)))

@@ -280,7 +280,8 @@ def check_reserved(fabric: Fabric, blocks: Sequence[Block]) -> None:
 
 def check_armed(fabric: Fabric, blocks: Sequence[Block], blocks_max: int, bytes_max: int) -> None:
     """Raise if puts of these can't be armed."""
-    _count(blocks, blocks_max, "A batch of puts has")
+    if type(blocks) is not list or not 1 <= len(blocks) <= blocks_max:
+        _count(blocks, blocks_max, "A batch of puts has")
     regions = check_memory(fabric, blocks)
     for one in blocks:  # one loop: for a few blocks it takes half as long as one for each question
         if one.length > bytes_max:

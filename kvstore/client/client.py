@@ -9,7 +9,7 @@ It talks to one node, by one transport; `Nodes` and `ClusterClient` talk to seve
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from kvstore.client.arguments import checks_arguments
@@ -221,7 +221,7 @@ class Client(Handle):
             self._core.close()
             self._by_grpc.close()
 
-    @property
+    @cached_property
     def _transport(self) -> Transport:
         return self._by_grpc if self._core.transport == GRPC else self._by_fabric
 

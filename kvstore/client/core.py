@@ -316,13 +316,15 @@ class Core(Handle):
         if self.transport == GRPC:
             self.status(0)
         else:
-            self.attached(self.reach.call_timeout_s)
+            self.attached()
 
-    def attached(self, timeout_s: float) -> Link:
-        """The existing link, or a new one, within this time."""
-        link = self.proved
-        if link is not None and link.error is None:
+    def attached(self, timeout_s: float | None = None) -> Link:
+        """The existing link, or a new one, within this time, or that of a call."""
+        link = self.link
+        if link is not None and link is self._proved and link.error is None:
             return link
+        if timeout_s is None:
+            timeout_s = self.reach.call_timeout_s
         until_s = time.monotonic() + timeout_s
         if not self._attaching.acquire(timeout=max(0.0, timeout_s)):
             raise DeadlineExceeded("Another call was still attaching to the node.")

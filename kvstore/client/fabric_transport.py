@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,8 @@ __all__ = ["FabricTransport"]
 
 _EXPIRES = "The time at which a block expires"
 _domain = attrgetter("domain")
+_NOTHING = b"", b""
+_said = partial(tuple.__new__, Said)  # its own constructor takes three times as long
 
 
 class FabricTransport:
@@ -69,6 +72,7 @@ class FabricTransport:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._domain = core.reach.domain
 
     def reserve(
         self,
@@ -83,7 +87,7 @@ class FabricTransport:
         core = self._core
         if core.transport == GRPC:
             raise FabricUnavailable("Slots are leased over a fabric, and this client has none: use `arm`.")
-        blocks = put_into(blocks, core.reach.domain)
+        blocks = put_into(blocks, self._domain)
         check_reserved(core.open_fabric, blocks)
         check_lease(lease_ms, "A lease lasts")
         check_number(_EXPIRES, expires_unix_ms, 64)
@@ -107,21 +111,23 @@ class FabricTransport:
     ) -> ArmedPuts:
         """As `Client.arm`."""
         core = self._core
-        blocks = put_into(blocks, core.reach.domain)
-        check_armed(core.open_fabric, blocks, ARMED_BLOCKS_MAX, core.block_bytes_max)
+        fabric = core.open_fabric
+        blocks = put_into(blocks, self._domain)
+        check_armed(fabric, blocks, ARMED_BLOCKS_MAX, core.block_bytes_max)
         check_lease(lease_ms, "A put waits for its flag")
-        check_number(_EXPIRES, expires_unix_ms, 64)
-        call_s = core.reach.call_timeout_s
-        link = core.attached(call_s if attach_s is None else min(call_s, attach_s))
+        if expires_unix_ms:
+            check_number(_EXPIRES, expires_unix_ms, 64)
+        link = core.attached(None if attach_s is None else min(core.reach.call_timeout_s, attach_s))
         _refuse_domains(link, blocks)
         # It needs the slot beforehand, and contiguous bytes.
-        by_nic = flag is not None and core.fabric.deferred_work and not any(map(pieces_of, blocks))
+        by_nic = flag is not None and fabric.deferred_work and not any(map(pieces_of, blocks))
         if link.sender is None or by_nic:
             return self.reserve(
                 blocks, durability=durability, lease_ms=lease_ms, expires_unix_ms=expires_unix_ms, watch=watch
             ).arm(flag)
         span = None if core.spans is None else core.spans.put(blocks, durability)
-        said = Said(core.fingerprint, expires_unix_ms, core.asking.said_of_puts(watch, span))
+        metadata = _NOTHING if watch is None and span is None else core.asking.said_of_puts(watch, span)
+        said = _said((core.fingerprint, expires_unix_ms, metadata))
         deadline_ns = time.monotonic_ns() + lease_ms * 1_000_000
         try:
             return ArmedPuts(core, link, blocks, durability, flag, deadline_ns, watch, span, said)
@@ -140,7 +146,7 @@ class FabricTransport:
         span: PutSpan | None,
     ) -> Reservation:
         core = self._core
-        link = core.attached(core.reach.call_timeout_s)
+        link = core.attached()
         _refuse_domains(link, blocks)
         with core.lock:
             words = link.take_words(len(blocks))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvstore.client.core import Core
     from kvstore.client.grpc_blocks import InlineCalls
     from kvstore.client.link import Link
-    from kvstore.client.puts import Said
+    from kvstore.client.puts import Rows, Said
     from kvstore.client.transfer_watch import Watch
     from kvstore.durability import Durability
     from nic_offload.counter import Counter
@@ -105,10 +105,10 @@ class GrpcPuts(ArmedPuts):
     def _named(self, number: int, key: bytes) -> None:
         """Nobody needs it before the block is sent."""
 
-    def _now(self, late: KvError | None = None) -> list[PutResult]:
+    def _now(self, late: KvError | None = None, rows: Rows | None = None) -> list[PutResult]:
         return [
             one if one.durability is None else one._replace(durable_ns=one.landed_ns)
-            for one in super()._now(late)
+            for one in super()._now(late, rows)
         ]
 
     # --- called by the client's pump with the lock held

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import threading
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.client.arguments import checks_arguments
@@ -37,7 +38,7 @@ from nic_offload.made_by import made_by
 from nic_offload.sender import name_put, put, put_row
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from kvstore.client.blocks import Block
     from kvstore.client.link import Host, Link
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from nic_offload.fabric import Event
     from nic_offload.group import Group, Row
 
+    Rows = Iterator[tuple[int, int, int, int, int]]  # as `Group.unnamed_rows` has them
+
 __all__ = ["ArmedPuts", "FailedPut", "Said"]
 
 _CODE_BITS = 8
@@ -55,6 +58,7 @@ _REACHED = (None, *Durability)  # by code
 # Their own constructors take three times as long.
 _put_result = partial(tuple.__new__, PutResult)
 _callbacks = partial(tuple.__new__, Callbacks)
+_key = attrgetter("key")
 
 
 class FailedPut(NamedTuple):
@@ -112,7 +116,9 @@ class ArmedPuts:
         self._link = link
         self._blocks = blocks
         self._durability = durability
-        self._keys: dict[int, bytes] = {i: b"" for i, one in enumerate(blocks) if not one.key}  # named later
+        self._keys: dict[int, bytes] = {}  # of those that are named later
+        if not all(map(_key, blocks)):
+            self._keys = {i: b"" for i, one in enumerate(blocks) if not one.key}
         self._failures: dict[int, KvError] = {}  # failed by code; they end once the node gave the reason
         self._errors: dict[int, KvError] = {}  # of puts that have ended with one
         self._withdrawn: set[int] = set()  # those of them that were cancelled before they were sent
@@ -238,10 +244,11 @@ class ArmedPuts:
         self._group.end(i)
         self._end_if_over()
 
-    def _end_if_over(self) -> None:
-        if self._results is not None or self._group.open_rows:
+    def _end_if_over(self, rows: Rows | None = None) -> None:
+        """End the batch if every row has ended, as these `rows` have."""
+        if self._results is not None or (rows is None and self._group.open_rows):
             return
-        self._results = self._now()
+        self._results = self._now(rows=rows)
         self._link.operations.pop(self._tag, None)
         self._release()
         if self._span is not None:
@@ -261,9 +268,9 @@ class ArmedPuts:
         """Whether the node already has it, so that nothing is sent."""
         return False
 
-    def _now(self, late: KvError | None = None) -> list[PutResult]:
+    def _now(self, late: KvError | None = None, rows: Rows | None = None) -> list[PutResult]:
         if late is None and not self._errors and not self._keys and not self._has_stored:
-            rows = self._group.unnamed_rows()
+            rows = rows or self._group.unnamed_rows()
             return [
                 _put_result((block.key, _REACHED[code], None, False, fired_ns, landed_ns, over_ns))
                 for block, (fired_ns, landed_ns, over_ns, code, _) in zip(self._blocks, rows, strict=True)
@@ -422,9 +429,10 @@ class ArmedPuts:
         >>> [result.durability.name for result in puts.wait(timeout_s=10)]
         ['WRITTEN']
         """
-        self._group.wait(len(self._blocks), timeout_s)
-        with self._client.lock:
-            self._end_if_over()
+        lock = self._client.lock
+        rows = self._group.wait_all(timeout_s)
+        with lock:
+            self._end_if_over(rows)
             if self._results is not None:
                 return list(self._results)
             return self._now(DeadlineExceeded("The put has not ended yet; it continues."))

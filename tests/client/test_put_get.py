@@ -146,6 +146,18 @@ def test_a_returned_reservation_frees_its_slots(node: NodeProcess) -> None:
     rig.close()
 
 
+def test_a_wait_that_times_out_says_which_puts_have_not_ended_and_they_continue(
+    rig: ClientWithBuffers,
+) -> None:
+    puts = rig.client.arm([rig.block(0), rig.block(1)], rig.flags[0])
+    rig.flags[0].store(1)
+    wait_until(lambda: puts.progress()[2] == 1, "the first has ended")
+    stored, pending = puts.wait(0.01)
+    assert (stored.error, type(pending.error), puts.ended()) == (None, DeadlineExceeded, None)
+    rig.flags[0].store(2)
+    assert [one.error for one in puts.wait(WAIT_S)] == [None, None]
+
+
 def test_a_late_flag_fires_nothing(rig: ClientWithBuffers) -> None:
     puts = rig.client.arm([rig.block(0)], rig.flags[0], lease_ms=200)
     (result,) = puts.wait(WAIT_S)
