@@ -192,6 +192,10 @@ class ClusterClient(Handle):
         timeout_s = self._get_s(timeout_s)
         lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
         until_s = now_s() + timeout_s
+        try:
+            self.nodes._await_map(timeout_s)  # noqa: SLF001 - of this package
+        except NodeUnavailable as error:
+            return [PutResult(key, None, error) for key in keys_of(blocks)]
         revision = self.nodes.map.revision
         arm = partial(self.arm, durability=durability, lease_ms=lease_ms, timeout_s=timeout_s)
         puts = arm(blocks, expires_unix_ms=expires_unix_ms)
@@ -222,6 +226,7 @@ class ClusterClient(Handle):
         >>> [result.durability.name for result in puts.wait(timeout_s=10)]
         ['WRITTEN']
         """
+        call_s = self.nodes._await_map(self._call_s(timeout_s))  # noqa: SLF001 - of this package
         given, replicas = list(blocks), self.replicas
         keys = keys_of(given)
 
@@ -233,7 +238,7 @@ class ClusterClient(Handle):
             keys,
             flag,
             Owners(owners, partial(self._owned, keys, replicas), min(replicas, self._acks_max)),
-            PutTerms(durability, lease_ms, expires_unix_ms, self._call_s(timeout_s)),
+            PutTerms(durability, lease_ms, expires_unix_ms, call_s),
         )
 
     def get(self, blocks: Sequence[ClusterBlock], *, timeout_s: float | None = None) -> list[Hit | Miss]:
@@ -306,8 +311,13 @@ class ClusterClient(Handle):
         ['WRITTEN']
         """
         given = list(checked_puts(blocks))
-        keys, replicas = [key for key, _ in given], self.replicas
-        until_s = None if timeout_s is None else now_s() + timeout_s
+        keys = [key for key, _ in given]
+        if timeout_s is not None:
+            try:
+                timeout_s = self.nodes._await_map(timeout_s)  # noqa: SLF001 - of this package
+            except NodeUnavailable as error:
+                return [PutResult(key, None, error) for key in keys]
+        until_s, replicas = None if timeout_s is None else now_s() + timeout_s, self.replicas
 
         def put(client: Client, some: list[int]) -> list[PutResult]:
             results = client.put_many_inline(

@@ -17,7 +17,7 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from kvstore.errors import KvError
+from kvstore.errors import KvError, NodeUnavailable
 from kvstore.limits import CLUSTER_FIRST_TRY_MS, FETCH_CANCEL_MS, OWNERS_MAX, REPLICAS_MAX
 from kvstore.miss import Miss, MissReason
 from kvstore.names import is_in_domain
@@ -109,6 +109,10 @@ class Reads:
         """
         began_ns = self._clock.monotonic_ns()
         until_s = began_ns / 1e9 + timeout_s
+        try:
+            self._nodes._await_map(timeout_s)  # noqa: SLF001 - of this package
+        except NodeUnavailable as error:
+            return [Miss(MissReason.NODE_AWAY, str(error))] * len(keys)
         now = self._nodes.map
         tenant, replicas = self._nodes.placed_as(now).encode(), self._replicas()
         near = self._near(now, replicas)

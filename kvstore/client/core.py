@@ -113,6 +113,7 @@ class Core(Handle):
         self._transport = reach.transport  # until the fabric is opened, if that is "auto"
         self._own_side = OwnSide(reach)
         self._closed = self._closing = False
+        self.why_closed = "The client was closed."
         self._cancel_attach: Callable[[], object] | None = None  # of the last one that has begun
         self._pid = os.getpid()
         self.calls = 0  # made to the node; a test counts that armed puts need none
@@ -452,7 +453,7 @@ class Core(Handle):
     def _end_link(self) -> None:
         with self.lock:
             self._closed = True
-            closed = NodeUnavailable("The client was closed.")
+            closed = NodeUnavailable(self.why_closed)
             if self.link is not None:
                 self.lose(self.link, closed)
             self.unlinked.lose(closed)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvstore.client.channel import open_channel
+from kvstore.clock import SystemClock
 from kvstore.cluster.map import DRAINING, Map, Member
 from kvstore.errors import ConfigError
 from kvstore.limits import (
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["Following", "is_in_cluster", "map_of"]
 
 log = logging.getLogger(__name__)
+
+_CLOCK = SystemClock()
 
 
 def map_of(answer: pb.MapResponse) -> Map:
@@ -81,6 +84,7 @@ class Following:
         self.node = ""  # that answered last
         self.replicas = 0  # of the tenant's blocks, by that node's last message; 0: unknown
         self._has_answer = self._closed = False
+        self._patient_until_s = 0.0  # once somebody has waited for an answer
         self._asked: list[_Asked] = []  # the nodes that are asked at the same time
         self._first: _Asked | None = None  # of these, the one that answered first: it is followed
         self._unknown: set[str] = set()  # addresses without this service, which were logged
@@ -89,12 +93,20 @@ class Following:
 
     @property
     def map(self) -> Map:
-        """The current map; the first call waits for a node's answer, at most a call's timeout."""
+        """The current map; the first calls wait for a node's answer, at most a call's timeout."""
         if not self._has_answer:
-            with self.changed:
-                self.changed.wait_for(lambda: self._has_answer or self._closed, self.reach.call_timeout_s)
-                self._has_answer = True  # no caller waits a second time
+            self.wait(self.reach.call_timeout_s)
         return self._map
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a node's answer, if it may still come; returns whether it did not come in this shorter time."""
+        with self.changed:
+            now_s = _CLOCK.monotonic_ns() / 1e9
+            self._patient_until_s = self._patient_until_s or now_s + self.reach.call_timeout_s
+            left_s = self._patient_until_s - now_s
+            self.changed.wait_for(lambda: self._has_answer or self._closed, max(0.0, min(timeout_s, left_s)))
+            self._has_answer |= timeout_s >= left_s  # nobody waits any more
+            return not (self._has_answer or self._closed)
 
     def close(self) -> None:
         """Follow no more."""

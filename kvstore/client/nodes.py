@@ -110,6 +110,18 @@ class Nodes(Handle):
             self._note(now)
         return now
 
+    def _await_map(self, timeout_s: float) -> float:
+        """Wait for a node to report the nodes; returns how much is left of the call's time.
+
+        NodeUnavailable if none has answered in this time; after a call's timeout the nodes are those that were given.
+        """
+        began_ns = _CLOCK.monotonic_ns()
+        if self._following.wait(timeout_s):
+            raise _not_called(
+                f"None of {', '.join(self.reach.nodes)} has sent the map within {timeout_s:g} s."
+            )
+        return max(0.0, timeout_s - (_CLOCK.monotonic_ns() - began_ns) / 1e9)
+
     def _note(self, now: Map) -> None:
         """Note which nodes have left with this map, and close the clients of those that left long ago."""
         members, now_s = {one.node for one in now.members}, _CLOCK.monotonic_ns() / 1e9
@@ -196,10 +208,11 @@ class Nodes(Handle):
             raise _not_called(f"{target} stopped answering before this call was made.") from error
 
     def _drop(self, target: str) -> None:
-        """Close the client of a node: its calls end. The next call opens another."""
+        """Close the client of a silent node: its calls end. The next call opens another."""
         with self._lock:
             client = self._clients.pop(target, None)
         if client is not None:
+            client._core.why_closed = f"{target} stopped answering."  # noqa: SLF001 - of this package
             client.close()
 
     def first(self) -> Client:

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 import grpc
 
 from kvstore.client.arming import Arming, Owners, PutTerms
+from kvstore.client.blocks import PutResult
 from kvstore.client.client import session_calls_of
 from kvstore.client.cluster_blocks import keys_of
 from kvstore.client.cluster_puts import now_s, seconds_until
 from kvstore.client.cluster_removals import Removals
 from kvstore.client.owner_calls import OwnerCalls
 from kvstore.clock import SystemClock
-from kvstore.errors import KvError
+from kvstore.errors import KvError, NodeUnavailable
 from kvstore.limits import (
     CLUSTER_AHEAD_AGAIN_MS,
     LEASE_TIMEOUT_MS_MAX,
@@ -35,7 +36,6 @@ from kvstore.wire import sessions_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Sequence
 
-    from kvstore.client.blocks import PutResult
     from kvstore.client.client import Client
     from kvstore.client.cluster_blocks import ClusterBlock
     from kvstore.client.cluster_puts import ClusterPuts
@@ -135,6 +135,7 @@ class UserPuts:
         call_s: float,
     ) -> ClusterPuts:
         """As `Nodes.arm`."""
+        call_s = self._nodes._await_map(call_s)  # noqa: SLF001 - of this package
         given = list(blocks)
         keys, roles = keys_of(given), None
         if self._nodes._has_standbys:  # noqa: SLF001 - of this package
@@ -173,7 +174,10 @@ class UserPuts:
         until_s = now_s() + timeout_s
         lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
         call_s = min(timeout_s, self._nodes.reach.call_timeout_s)
-        puts = self.arm(user, blocks, None, durability, lease_ms, expires_unix_ms, call_s)
+        try:
+            puts = self.arm(user, blocks, None, durability, lease_ms, expires_unix_ms, call_s)
+        except NodeUnavailable as error:  # the nodes are not known
+            return [PutResult(key, None, error) for key in keys_of(blocks)]
         try:
             return puts.wait(seconds_until(until_s))
         finally:

@@ -160,7 +160,9 @@ def _text(reach: Reach, now: Map, reported: pb.MapResponse, each: Mapping[str, p
     if reach.zone:
         lines.append(_zone_line(reach, now))
     if reported.outside:
-        lines.append(f"The contacted node is not a member: {reported.outside}.")
+        lines.append(
+            f"The contacted node is not a member: {reported.outside}{'' if reported.outside.endswith('?') else '.'}"
+        )
     if reported.etcd_away_ms:
         lines.append(
             f"etcd has not answered it for {reported.etcd_away_ms / 1000:.1f} s; the map is as it was."
@@ -211,11 +213,10 @@ def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
     """
     with open_channel(reach.at(node)) as channel:
         stub = upkeep_pb2_grpc.UpkeepStub(channel)  # type: ignore[no-untyped-call]
+        request = upkeep_pb2.DrainRequest(undo=undo)
         while True:
             try:
-                reported: upkeep_pb2.DrainResponse = stub.Drain(
-                    upkeep_pb2.DrainRequest(undo=undo), timeout=reach.call_timeout_s
-                )
+                reported: upkeep_pb2.DrainResponse = stub.Drain(request, timeout=reach.call_timeout_s)
             except grpc.RpcError as error:
                 raise _explained("Draining the node", reach.at(node), error) from error
             if undo:
@@ -227,6 +228,7 @@ def drain(reach: Reach, node: str, *, undo: bool, as_json: bool) -> int:
                 and not reported.users_left
             ):
                 break  # what is left can't be copied
+            request.has_begun = True  # else it would begin anew what `join` has cancelled
             threading.Event().wait(DRAIN_LOOK_S)
     if as_json:
         said = {"node": node, "left": reported.left, "unsure": reported.unsure, "full": reported.full}

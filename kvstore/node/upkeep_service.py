@@ -325,6 +325,10 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
             if not membership.lease:
                 why = membership.outside or "its lease has ended"
                 raise ProtocolError(f"The node is not on the map of its cluster: {why}.")
+            if request.has_begun and membership.state != DRAINING:
+                raise ProtocolError(
+                    "The drain was cancelled, or the node was restarted: it is an ordinary member."
+                )
             refusal = "" if request.undo else upkeep.why_not_drained()
             state = "" if request.undo or refusal else DRAINING
             if membership.state != state:

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b dd7b3b6d8a532867c7ee0fb632a8f7bc
+# Generated from proto sources with BLAKE2b 23715cd01bcbbd04fc7460ebf82120ca
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper

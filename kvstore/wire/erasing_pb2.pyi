@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b dd7b3b6d8a532867c7ee0fb632a8f7bc
+# Generated from proto sources with BLAKE2b 23715cd01bcbbd04fc7460ebf82120ca
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping

@@ -1,4 +1,4 @@
-# Generated from proto sources with BLAKE2b dd7b3b6d8a532867c7ee0fb632a8f7bc
+# Generated from proto sources with BLAKE2b 23715cd01bcbbd04fc7460ebf82120ca
 from kvstore.wire import kvstore_pb2 as _kvstore_pb2
 from kvstore.wire import sessions_pb2 as _sessions_pb2
 from google.protobuf.internal import containers as _containers
@@ -40,10 +40,12 @@ class ForgetResponse(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("undo",)
+    __slots__ = ("undo", "has_begun")
     UNDO_FIELD_NUMBER: _ClassVar[int]
+    HAS_BEGUN_FIELD_NUMBER: _ClassVar[int]
     undo: bool
-    def __init__(self, undo: bool = ...) -> None: ...
+    has_begun: bool
+    def __init__(self, undo: bool = ..., has_begun: bool = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ("looked", "left", "unsure", "full", "copied_blocks", "users_left", "unnamed_sessions")

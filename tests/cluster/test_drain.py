@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from grpc.aio import AioRpcError
 
+from kvcli.running import Status
 from kvstore.cluster.map import DRAINING, Map, Member
+from kvstore.commands import cluster_command
 from kvstore.commands.cluster_command import _as_numbers, _upkeep_lines
 from kvstore.errors import KvError
 from kvstore.limits import UPKEEP_FREE_SHARE
@@ -23,7 +25,8 @@ from kvstore.node.cluster_service import _map_response
 from kvstore.node.metrics import _of_upkeep
 from kvstore.node.upkeep import Found, Upkeep
 from kvstore.node.upkeep_service import UpkeepService
-from kvstore.wire import upkeep_pb2
+from kvstore.reach import Reach
+from kvstore.wire import upkeep_pb2, upkeep_pb2_grpc
 from kvstore.wire.cluster_pb2 import UpkeepState
 from kvstore.wire.upkeep_pb2 import DrainRequest, DrainResponse
 from tests.cluster.simulated import run
@@ -272,6 +275,44 @@ def test_a_node_whose_drain_was_cancelled_is_a_member_again_also_after_a_restart
 
     for seed in range(8):
         run(one(seed))
+
+
+def test_a_drain_that_is_waited_for_ends_when_it_is_cancelled() -> None:
+    async def one() -> None:
+        cluster = RepairHistory(1)
+        leases = asyncio.create_task(cluster.etcd.run())
+        for _ in range(3):
+            cluster.begin()
+        await asyncio.sleep(20)
+        node = next(iter(cluster.processes.values()))
+        for undo in (False, True):
+            await node.service.Drain(DrainRequest(undo=undo), Context())
+            await asyncio.sleep(2)
+            if not undo:
+                await node.service.Drain(DrainRequest(has_begun=True), Context())
+        with pytest.raises(AioRpcError, match="it is an ordinary member"):
+            await node.service.Drain(DrainRequest(has_begun=True), Context())
+        await asyncio.sleep(2)
+        assert (node.membership.state, node.membership.map.draining) == ("", ())
+        leases.cancel()
+
+    run(one())
+
+
+def test_the_command_begins_a_drain_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for progress must not begin what `kvstore cluster join` has cancelled meanwhile."""
+    have_begun: list[bool] = []
+
+    def drain_of(request: DrainRequest, timeout: float) -> DrainResponse:
+        assert timeout > 0
+        have_begun.append(request.has_begun)
+        return DrainResponse(looked=len(have_begun) == 3)
+
+    monkeypatch.setattr(upkeep_pb2_grpc, "UpkeepStub", lambda _: SimpleNamespace(Drain=drain_of))
+    monkeypatch.setattr(cluster_command, "DRAIN_LOOK_S", 0.001)
+    reach = Reach.of({"nodes": ["127.0.0.1:1"]})
+    assert cluster_command.drain(reach, "127.0.0.1:1", undo=False, as_json=True) == Status.DONE
+    assert have_begun == [False, True, True]
 
 
 def test_a_drain_that_etcd_did_not_confirm_is_written_when_retried() -> None:
