@@ -94,12 +94,13 @@ class Following:
     @property
     def map(self) -> Map:
         """The current map; the first calls wait for a node's answer, at most a call's timeout."""
-        if not self._has_answer:
-            self.wait(self.reach.call_timeout_s)
+        self.wait(self.reach.call_timeout_s)
         return self._map
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a node's answer, if it may still come; returns whether it did not come in this shorter time."""
+        if self._has_answer:
+            return False
         with self.changed:
             now_s = _CLOCK.monotonic_ns() / 1e9
             self._patient_until_s = self._patient_until_s or now_s + self.reach.call_timeout_s

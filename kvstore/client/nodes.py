@@ -118,7 +118,7 @@ class Nodes(Handle):
         began_ns = _CLOCK.monotonic_ns()
         if self._following.wait(timeout_s):
             raise _not_called(
-                f"None of {', '.join(self.reach.nodes)} has sent the map within {timeout_s:g} s."
+                f"None of {', '.join(self.reach.nodes)} has sent the map within {timeout_s:.2g} s."
             )
         return max(0.0, timeout_s - (_CLOCK.monotonic_ns() - began_ns) / 1e9)
 
