@@ -192,7 +192,9 @@ class Upkeep:
         retry_ms = UPKEEP_RETRY_MS // 2
         while True:
             digest = self._membership.digest
-            if await self._changes(digest, UPKEEP_SETTLE_MS) or not self._membership.lease:
+            # A scan misses blocks that land behind it, and those of clients with the map before land for a while.
+            settle_ms = UPKEEP_RETRY_MS if self._is_draining() else UPKEEP_SETTLE_MS
+            if await self._changes(digest, settle_ms) or not self._membership.lease:
                 continue
             self.is_looking, self.found = True, Found()
             try:

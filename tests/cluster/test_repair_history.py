@@ -18,7 +18,7 @@ from grpc.aio import AioRpcError
 
 from kvstore.cluster.etcd import EtcdAway
 from kvstore.cluster.map import DRAINING, Map, Member, lots_record
-from kvstore.limits import UPKEEP_EVERY_MS
+from kvstore.limits import UPKEEP_EVERY_MS, UPKEEP_RETRY_MS
 from kvstore.node import upkeep
 from kvstore.node.cluster_service import _map_response
 from tests.cluster.reports import all_copies_are_made, members_are
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 HISTORIES = int(os.environ.get("TRIGGERKV_CLUSTER_SEEDS", "40"))
 STEPS, CLIENTS, FIRST, MOST = 14, 3, 3, 5
-CALL_S, DELETE_S, OLD_MAP_S = 5.0, 15.0, 30.0
+CALL_S, DELETE_S, LOOK_S = 5.0, 15.0, 0.2
 QUIET_S = 700.0  # longer than between two scans of a map that doesn't change
 BYTES, BYTES_PER_S, AT_ONCE = 2048, 16 << 10, 2
 COUNT, JOINS_WITHIN_S = 40, 12.0
@@ -220,13 +220,20 @@ class RepairHistory:
                 self.lost |= gone.blocks.keys() - set(left)
 
     async def watch_drains(self) -> None:
-        """Stop each node that reports that it may be stopped; all owners then have its blocks."""
+        """Stop each node that reports that it may be stopped; all owners then have its blocks.
+
+        Those that were put before its map changed, or so soon afterwards that the client may have had the map before.
+        """
         loop = asyncio.get_running_loop()
+        since: dict[Process, tuple[int, float]] = {}  # the digest of its map, and since when
         while True:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(LOOK_S)
             for one in list(self.processes.values()):
                 if self.processes.get(one.member.node) is not one:
                     continue  # it was killed while another one ended
+                digest, changed_s = since.get(one, (0, 0.0))
+                if digest != one.membership.digest:
+                    since[one] = one.membership.digest, (changed_s := loop.time())
                 if not one.upkeep.has_drained or not one.membership.is_seen:
                     continue
                 for name in one.store.blocks.keys() - self.deleting:
@@ -234,7 +241,7 @@ class RepairHistory:
                     is_sure = one.upkeep.eligibility.is_sure(
                         cast("Any", one.store), one.store.blocks[name].generation
                     )
-                    if is_sure and self.stored.get(name, inf) < loop.time() - OLD_MAP_S:
+                    if is_sure and self.stored.get(name, inf) < changed_s + UPKEEP_RETRY_MS / 1000 - LOOK_S:
                         owners = self.owners(one.membership.map, name)
                         left = {
                             owner.name for owner in owners if owner in self.stores
