@@ -133,9 +133,11 @@ class Membership:
         self._writing = asyncio.Lock()  # our records, one after the other
         self._held_until_s = 0.0  # members are missing that may be back in a moment: the map stays until then
         self._is_holding = False  # what was listed last is not on the map for it
+        self._holds_newcomers = False  # and has nodes that the map lacks
         self._missed_s = -math.inf  # when one was taken off the map last
         self.lease_of: dict[str, int] = {}  # by the members' names, as of the map
         self.digest = 0  # of them
+        self.since = 0  # the revision of the map with which they came: a digest may come back
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -151,8 +153,12 @@ class Membership:
 
     @property
     def reported_digest(self) -> int:
-        """The digest of the map for answers: 0 would say that we are in no cluster, and a deletion done."""
-        return self.digest or NO_MAP_DIGEST
+        """The digest of the map for answers: 0 would say that we are in no cluster, and a deletion done.
+
+        While a newer list is held back that has nodes that the map lacks, no deletion is done either: these may have the
+        blocks.
+        """
+        return NO_MAP_DIGEST if self._holds_newcomers else self.digest or NO_MAP_DIGEST
 
     @property
     def is_seen(self) -> bool:
@@ -415,12 +421,18 @@ class Membership:
                 history=self._etcd.reach.history + self._history.id.encode(),
                 losses=self.memory.losses,
             )
-        if number <= self.map.revision or self._unrecorded or self._is_held_back(members):
-            return  # a list held back is listed again
+        if number <= self.map.revision or self._unrecorded:
+            return
+        is_held = self._is_held_back(members)
+        self._holds_newcomers = is_held and not self.map.names.issuperset(one.name for one in members)
+        if is_held:
+            return  # it is listed again
         now = Map.of(number, members, absent=known, lots=self.lots or LOTS)
         before, self.map = self.map, now
         self.lease_of = {one.name: listed.values.get(self._key(one), (b"", 0))[1] for one in self.map.members}
-        self.digest = digest_of(self.map.members, self.lease_of, self.map.absent)
+        digest, self.digest = self.digest, digest_of(self.map.members, self.lease_of, self.map.absent)
+        if self.digest != digest:
+            self.since = number
         self._note_tenure()
         if (before.members, before.absent) != (self.map.members, self.map.absent):
             there, absent = (

@@ -107,7 +107,7 @@ class HandOvers:
         self._sending: dict[tuple[_User, bool], _Sending] = {}  # by user, and whether they are for a standby
         self._blocks = 0  # to be sent
         self._has_work = asyncio.Event()
-        self.looked = 0  # digest of the map by which all known users were offered to their homes once
+        self.looked = 0  # `Membership.since` when all known users had been offered to their homes once
         self.unnamed = 0  # sessions of users whose names are not known, while the node is draining
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -183,31 +183,29 @@ class HandOvers:
     @property
     def have_ended(self) -> bool:
         """Whether all users who have another home by the present map have been handed over."""
-        return self.looked == self._membership.digest and not (self.users_left or self.full_blocks)
+        return self.looked == self._membership.since and not (self.users_left or self.full_blocks)
 
     # --- sessions
 
     async def _offer(self) -> None:
         """Offer users to their homes, after each change of the map until all of them are taken."""
-        done = 0  # digest of the map by which nobody is left
+        done = 0  # `Membership.since` when nobody was left
         while True:
-            digest = self._membership.digest
-            if await self._changes(digest, UPKEEP_SETTLE_MS):
+            since = self._membership.since
+            if await self._changes(since, UPKEEP_SETTLE_MS):
                 continue
-            if self._membership.lease and done != digest:
+            if self._membership.lease and done != since:
                 try:
                     await self._offer_all()
                 except KvError as error:  # a drive that can't be read, perhaps
                     log.warning("Sessions could not be handed over: %s", error)
                     continue
-                if digest == self._membership.digest:
-                    self.looked = digest
-                    done = 0 if self._offered_left else digest
-            if done == digest and self._copied and await self._has_been_replaced():
+                if since == self._membership.since:
+                    self.looked = since
+                    done = 0 if self._offered_left else since
+            if done == since and self._copied and await self._has_been_replaced():
                 done = 0
-            await self._changes(
-                digest, SESSIONS_MOVE_RETRY_MS if done != digest else SESSIONS_COPIES_CHECK_MS
-            )
+            await self._changes(since, SESSIONS_MOVE_RETRY_MS if done != since else SESSIONS_COPIES_CHECK_MS)
 
     async def _has_been_replaced(self) -> bool:
         """Look for users whose home has found another standby, which it does not say; for some of them at a time."""
@@ -226,16 +224,16 @@ class HandOvers:
                 is_one = True
         return is_one
 
-    async def _changes(self, digest: int, within_ms: int) -> bool:
+    async def _changes(self, since: int, within_ms: int) -> bool:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + within_ms / 1000
-        while self._membership.digest == digest and (left_s := until_s - loop.time()) > 0:
+        while self._membership.since == since and (left_s := until_s - loop.time()) > 0:
             await self._membership.later_than(self._membership.map.revision, left_s)
-        return self._membership.digest != digest
+        return self._membership.since != since
 
     async def _offer_all(self) -> None:
         """Offer users with sessions here to another home of theirs, and copies to homes that may not know of them."""
-        digest = self._membership.digest
+        since = self._membership.since
         async with self._node.turns.of(UPKEEP, rest=3) as turn:
             elsewhere = await self._with_homes(turn, list(self._known), self._new_home)
             copies = await self._with_homes(turn, list(self._copied), self._unknowing_home)
@@ -246,7 +244,7 @@ class HandOvers:
             async with places:
                 if await self._is_taken(one, home):
                     self._offered_left -= 1
-                    if digest == self._membership.digest:  # else they may have come back
+                    if since == self._membership.since:  # else they may have come back
                         self._known[one] = True
 
         async def offer_copy(one: _User, home: Member) -> None:

@@ -134,7 +134,7 @@ class Upkeep:
         self.ended = Found()  # by the last complete one
         self.copied_blocks = self.copied_bytes = 0
         self.is_looking = False
-        self.looked = 0  # digest of the map of the last complete scan
+        self.looked = 0  # `Membership.since` at the last complete scan
         self.moves = SessionMoves(node, tenants, membership, peers, self)
         self._places = asyncio.Semaphore(UPKEEP_AT_ONCE)
         self._pace = ByteRate(UPKEEP_BYTES_PER_S)
@@ -157,7 +157,7 @@ class Upkeep:
     @property
     def known(self) -> Found | None:
         """The results of the last complete scan; None if it was not by the present map."""
-        return self.ended if self.looked and self.looked == self._membership.digest else None
+        return self.ended if self.looked and self.looked == self._membership.since else None
 
     @property
     def age_ms(self) -> int:
@@ -191,14 +191,14 @@ class Upkeep:
     async def _run(self) -> None:
         retry_ms = UPKEEP_RETRY_MS // 2
         while True:
-            digest = self._membership.digest
+            since = self._membership.since
             # A scan misses blocks that land behind it, and those of clients with the map before land for a while.
             settle_ms = UPKEEP_RETRY_MS if self._is_draining() else UPKEEP_SETTLE_MS
-            if await self._changes(digest, settle_ms) or not self._membership.lease:
+            if await self._changes(since, settle_ms) or not self._membership.lease:
                 continue
             self.is_looking, self.found = True, Found()
             try:
-                await self._look(digest)
+                await self._look(since)
             except _Changed:
                 continue
             except KvError as error:  # a drive that can't be read, perhaps
@@ -207,7 +207,7 @@ class Upkeep:
             finally:
                 self.is_looking = False
             self.found.ended_ns = self._node.clock.monotonic_ns()
-            self.looked, self.ended = digest, self.found
+            self.looked, self.ended = since, self.found
             retry_ms = min(2 * retry_ms, UPKEEP_EVERY_MS) if self.found.one_copy else UPKEEP_RETRY_MS // 2
             wait_ms = retry_ms if self.found.one_copy else UPKEEP_EVERY_MS
             if self._is_draining():  # a client with an older map may have put a block
@@ -215,25 +215,25 @@ class Upkeep:
             if self.has_drained:
                 with suppress(EtcdAway):
                     await self._membership.note_drained()
-            if await self._changes(digest, wait_ms):
+            if await self._changes(since, wait_ms):
                 retry_ms = UPKEEP_RETRY_MS // 2
 
     def _is_draining(self) -> bool:
         now = self._membership.map
         return any(now.members[at].name == self._membership.name for at in now.draining)
 
-    async def _changes(self, digest: int, within_ms: int) -> bool:
+    async def _changes(self, since: int, within_ms: int) -> bool:
         """Whether the members, or their leases, change within this time."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + within_ms / 1000
-        while self._membership.digest == digest and (left_s := until_s - loop.time()) > 0:
+        while self._membership.since == since and (left_s := until_s - loop.time()) > 0:
             await self._membership.later_than(self._membership.map.revision, left_s)
             self.eligibility.note_tenure()
-        return self._membership.digest != digest
+        return self._membership.since != since
 
     # --- scanning
 
-    async def _look(self, digest: int) -> None:
+    async def _look(self, since: int) -> None:
         """Scan all blocks once."""
         names = self._tenants.names()
         for drive in self._node.store.drives:
@@ -245,7 +245,7 @@ class Upkeep:
                 is_more = at > 0
                 if blocks:
                     await self._keep_up(blocks)
-                if self._membership.digest != digest:
+                if self._membership.since != since:
                     raise _Changed
         self.eligibility.end_scan()
         if self.found.one_copy:

@@ -339,7 +339,7 @@ class UpkeepService(upkeep_pb2_grpc.UpkeepServicer):
                 await membership.note_drained()
             is_seen, full = membership.is_seen, upkeep.moves.hand_overs.full_blocks
             return pb.DrainResponse(
-                looked=is_seen and membership.digest == upkeep.looked == upkeep.moves.hand_overs.looked,
+                looked=is_seen and membership.since == upkeep.looked == upkeep.moves.hand_overs.looked,
                 left=upkeep.ended.one_copy + full,
                 unsure=upkeep.ended.unsure,
                 full=upkeep.ended.full + full,

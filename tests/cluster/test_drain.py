@@ -178,7 +178,7 @@ def test_a_call_cannot_make_a_node_off_the_map_a_member_again() -> None:
 
 def test_a_node_reports_counts_only_of_a_full_scan_under_the_current_map() -> None:
     upkeep = Upkeep.__new__(Upkeep)
-    membership: Any = SimpleNamespace(digest=0, away_ms=0, outside="")
+    membership: Any = SimpleNamespace(since=0, away_ms=0, outside="")
     upkeep._membership, upkeep.replicas = membership, 2
     upkeep.is_looking, upkeep.copied_blocks, upkeep.copied_bytes = True, 0, 0
     upkeep.looked, upkeep.ended, upkeep.found = 0, Found(), Found(one_copy=1)
@@ -187,7 +187,7 @@ def test_a_node_reports_counts_only_of_a_full_scan_under_the_current_map() -> No
     )
     upkeep.moves = left
     upkeep._node = SimpleNamespace(clock=SimpleNamespace(monotonic_ns=lambda: 9_000_000_000))  # type: ignore[assignment]
-    for membership.digest, upkeep.looked, is_known in (
+    for membership.since, upkeep.looked, is_known in (
         (0, 0, False),
         (7, 0, False),
         (8, 7, False),
@@ -230,7 +230,7 @@ def test_a_node_has_drained_according_to_a_full_scan() -> None:
     upkeep = Upkeep.__new__(Upkeep)
     me = Member("a", "a:1", state=DRAINING)
     upkeep._membership = membership = SimpleNamespace(  # type: ignore[assignment]
-        name="a", digest=8, state=DRAINING
+        name="a", since=8, state=DRAINING
     )
     hand_overs = SimpleNamespace(have_ended=True)
     upkeep.moves = SimpleNamespace(hand_overs=hand_overs)  # type: ignore[assignment]
@@ -275,6 +275,55 @@ def test_a_node_whose_drain_was_cancelled_is_a_member_again_also_after_a_restart
 
     for seed in range(8):
         run(one(seed))
+
+
+def test_a_block_of_a_client_that_had_the_map_before_a_drain_is_copied() -> None:
+    async def one() -> None:
+        cluster = RepairHistory(1)
+        leases = asyncio.create_task(cluster.etcd.run())
+        for _ in range(3):
+            cluster.begin()
+        await asyncio.sleep(20)
+        node = next(iter(cluster.processes.values()))
+        await node.service.Drain(DrainRequest(), Context())
+        await asyncio.sleep(4)
+        name = b"once".ljust(16), bytes(32)
+        node.put(name, 4096)
+        assert not node.upkeep.has_drained
+        while not node.upkeep.has_drained:  # noqa: ASYNC110 - time is simulated
+            await asyncio.sleep(0.1)
+        assert len(cluster.holders(name)) == 2
+        leases.cancel()
+
+    run(one())
+
+
+def test_a_second_drain_scans_anew() -> None:
+    """Its map is the same as that of the first one, but blocks have come in between."""
+
+    async def one() -> None:
+        cluster = RepairHistory(1)
+        leases = asyncio.create_task(cluster.etcd.run())
+        for _ in range(3):
+            cluster.begin()
+        await asyncio.sleep(20)
+        node = next(iter(cluster.processes.values()))
+        await node.service.Drain(DrainRequest(), Context())
+        await asyncio.sleep(20)
+        assert node.upkeep.has_drained
+        await node.service.Drain(DrainRequest(undo=True), Context())
+        await asyncio.sleep(0.5)
+        name = b"once".ljust(16), bytes(32)
+        node.put(name, 4096)
+        await node.service.Drain(DrainRequest(), Context())
+        await asyncio.sleep(0.5)
+        assert (node.membership.map.draining, node.upkeep.has_drained) != ((), True)
+        while not node.upkeep.has_drained:  # noqa: ASYNC110 - time is simulated
+            await asyncio.sleep(0.1)
+        assert len(cluster.holders(name)) == 2
+        leases.cancel()
+
+    run(one())
 
 
 def test_a_drain_that_is_waited_for_ends_when_it_is_cancelled() -> None:

@@ -246,7 +246,9 @@ class RepairHistory:
                         left = {
                             owner.name for owner in owners if owner in self.stores
                         }  # others have drained too
-                        assert left <= having, "an owner lacks what a drained node has"
+                        # A node with the map before may have copied it here during the scan, and has it itself.
+                        are_enough = len(having - {one.member.name}) >= TENANTS[name[0]][1]
+                        assert left <= having or are_enough, "an owner lacks what a drained node has"
                     elif having == {one.member.name}:
                         self.lost.add(
                             name
@@ -374,7 +376,7 @@ def test_a_failed_copy_is_soon_retried_also_after_a_clean_scan() -> None:
         world.begin()
         await asyncio.sleep(60)
         here, there = world.processes.values()
-        assert here.upkeep.looked == here.membership.digest != 0
+        assert here.upkeep.looked == here.membership.since != 0
         name = next(iter(TENANTS)), b"k" * 32
         here.put(name, BYTES)
         world.network.is_cut.add(frozenset((here.member.node, there.member.node)))
