@@ -155,7 +155,7 @@ class Membership:
     def reported_digest(self) -> int:
         """The digest of the map for answers: 0 would say that we are in no cluster, and a deletion done.
 
-        While a newer list is held back that has nodes that the map lacks, no deletion is done either: these may have the
+        No deletion is done either while a newer list is held back that has nodes that the map lacks: they may have the
         blocks.
         """
         return NO_MAP_DIGEST if self._holds_newcomers else self.digest or NO_MAP_DIGEST
