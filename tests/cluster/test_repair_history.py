@@ -18,7 +18,7 @@ from grpc.aio import AioRpcError
 
 from kvstore.cluster.etcd import EtcdAway
 from kvstore.cluster.map import DRAINING, Map, Member, lots_record
-from kvstore.cluster.membership import NO_MAP_DIGEST
+from kvstore.cluster.membership import _GONE, NO_MAP_DIGEST
 from kvstore.limits import UPKEEP_EVERY_MS, UPKEEP_RETRY_MS
 from kvstore.node import upkeep
 from kvstore.node.cluster_service import _map_response
@@ -168,6 +168,8 @@ class RepairHistory:
                 process = self.processes.get(node.node)
                 if process is None or frozenset((CLIENT, node.node)) in self.network.is_cut:
                     continue
+                if process.membership.outside == _GONE:
+                    continue  # drained, and started again although it must not be: deletions don't call it
                 if name in process.store.blocks:
                     self.read += 1
                     if is_deleted and (node.name, name) not in self.from_elsewhere:
