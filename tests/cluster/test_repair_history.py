@@ -234,6 +234,11 @@ class RepairHistory:
             for one in list(self.processes.values()):
                 if self.processes.get(one.member.node) is not one:
                     continue  # it was killed while another one ended
+                if (
+                    one.membership.outside == _GONE
+                ):  # it was killed when it had drained, before it was stopped
+                    await self.empty(one)
+                    continue
                 digest, changed_s = since.get(one, (0, 0.0))
                 if digest != one.membership.digest:
                     since[one] = one.membership.digest, (changed_s := loop.time())
@@ -260,6 +265,14 @@ class RepairHistory:
                     del self.stores[one.member]
                     self.drained += 1
                 await one.end(kindly=True, for_good=True)
+
+    async def empty(self, one: Process) -> None:
+        """Do what a node asks for that was started again after a drain: stop it, and empty its folder."""
+        self.stores.pop(one.member, None)
+        self.lost |= one.store.blocks.keys() - {
+            name for store in self.stores.values() for name in store.blocks
+        }
+        await one.end()
 
     # --- the end
 
