@@ -68,7 +68,9 @@ class Cluster:
         self.put_back.clear()
         self.suspects.clear()
         reach = SimpleNamespace(zone=zone)
-        nodes: Any = SimpleNamespace(map=self.map, reach=reach, placed_as=lambda _: "acme")
+        nodes: Any = SimpleNamespace(
+            map=self.map, reach=reach, placed_as=lambda _: "acme", _await_map=lambda timeout_s: timeout_s
+        )
         silent: Any = SimpleNamespace(suspect=self.suspects.add)
         repairs: Any = SimpleNamespace(
             has_room=True, add=lambda node, _, key, *__: self.put_back.add((node, key))
