@@ -98,16 +98,16 @@ class Following:
         return self._map
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for a node's answer, if it may still come; returns whether it did not come in this shorter time."""
+        """Wait for a node's answer; returns whether the map is settled: it is there, or no longer waited for."""
         if self._has_answer:
-            return False
+            return True
         with self.changed:
             now_s = _CLOCK.monotonic_ns() / 1e9
             self._patient_until_s = self._patient_until_s or now_s + self.reach.call_timeout_s
             left_s = self._patient_until_s - now_s
             self.changed.wait_for(lambda: self._has_answer or self._closed, max(0.0, min(timeout_s, left_s)))
             self._has_answer |= timeout_s >= left_s  # nobody waits any more
-            return not (self._has_answer or self._closed)
+            return self._has_answer or self._closed
 
     def close(self) -> None:
         """Follow no more."""

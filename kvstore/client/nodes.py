@@ -116,7 +116,7 @@ class Nodes(Handle):
         NodeUnavailable if none has answered in this time; after a call's timeout the nodes are those that were given.
         """
         began_ns = _CLOCK.monotonic_ns()
-        if self._following.wait(timeout_s):
+        if not self._following.wait(timeout_s):
             raise _not_called(
                 f"None of {', '.join(self.reach.nodes)} has sent the map within {timeout_s:.2g} s."
             )

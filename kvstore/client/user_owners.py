@@ -175,9 +175,10 @@ class UserPuts:
         lease_ms = min(LEASE_TIMEOUT_MS_MAX, max(1, int(timeout_s * 1000)))
         call_s = min(timeout_s, self._nodes.reach.call_timeout_s)
         try:
-            puts = self.arm(user, blocks, None, durability, lease_ms, expires_unix_ms, call_s)
-        except NodeUnavailable as error:  # the nodes are not known
+            self._nodes._await_map(call_s)  # noqa: SLF001 - of this package
+        except NodeUnavailable as error:
             return [PutResult(key, None, error) for key in keys_of(blocks)]
+        puts = self.arm(user, blocks, None, durability, lease_ms, expires_unix_ms, call_s)
         try:
             return puts.wait(seconds_until(until_s))
         finally:

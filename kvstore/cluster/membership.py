@@ -53,7 +53,7 @@ _KNOWN = b"known/"  # all that have been members, for good
 _EARLY, _MEMBERS = b"nodes/", b"members/"
 _LOTS = _EARLY + b"lots"
 _GONE = "its folder's node was drained or forgotten: start it with an empty folder"
-_REPLACED = "another process has taken its place: has its folder been copied?"
+_REPLACED = "another process has taken its place; perhaps its folder was copied"
 
 
 def digest_of(members: Iterable[Member], lease_of: Mapping[str, int], absent: Iterable[Member] = ()) -> int:

@@ -160,9 +160,7 @@ def _text(reach: Reach, now: Map, reported: pb.MapResponse, each: Mapping[str, p
     if reach.zone:
         lines.append(_zone_line(reach, now))
     if reported.outside:
-        lines.append(
-            f"The contacted node is not a member: {reported.outside}{'' if reported.outside.endswith('?') else '.'}"
-        )
+        lines.append(f"The contacted node is not a member: {reported.outside}.")
     if reported.etcd_away_ms:
         lines.append(
             f"etcd has not answered it for {reported.etcd_away_ms / 1000:.1f} s; the map is as it was."

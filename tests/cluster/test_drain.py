@@ -30,12 +30,13 @@ from kvstore.wire import upkeep_pb2, upkeep_pb2_grpc
 from kvstore.wire.cluster_pb2 import UpkeepState
 from kvstore.wire.upkeep_pb2 import DrainRequest, DrainResponse
 from tests.cluster.simulated import run
-from tests.cluster.simulated_nodes import Context
+from tests.cluster.simulated_nodes import Context, Process
 from tests.cluster.test_repair_history import RepairHistory
 from tests.cluster.test_upkeep import COUNT, WAIT_S, RealCluster, command, data, one_key, told
 from tests.nic_offload.rig import wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
     from pathlib import Path
 
 
@@ -277,63 +278,59 @@ def test_a_node_whose_drain_was_cancelled_is_a_member_again_also_after_a_restart
         run(one(seed))
 
 
-def test_a_block_of_a_client_that_had_the_map_before_a_drain_is_copied() -> None:
+def with_three_nodes(history: Callable[[RepairHistory, Process], Coroutine[Any, Any, None]]) -> None:
+    """Run a history of three nodes, of which it is given the first."""
+
     async def one() -> None:
         cluster = RepairHistory(1)
         leases = asyncio.create_task(cluster.etcd.run())
         for _ in range(3):
             cluster.begin()
         await asyncio.sleep(20)
-        node = next(iter(cluster.processes.values()))
-        await node.service.Drain(DrainRequest(), Context())
-        await asyncio.sleep(4)
-        name = b"once".ljust(16), bytes(32)
-        node.put(name, 4096)
-        assert not node.upkeep.has_drained
-        while not node.upkeep.has_drained:  # noqa: ASYNC110 - time is simulated
-            await asyncio.sleep(0.1)
-        assert len(cluster.holders(name)) == 2
+        await history(cluster, next(iter(cluster.processes.values())))
         leases.cancel()
 
     run(one())
+
+
+async def put_and_drain(cluster: RepairHistory, node: Process) -> None:
+    """Put a block with one replica on a node that is about to drain; the other nodes get it."""
+    name = b"once".ljust(16), bytes(32)
+    node.put(name, 4096)
+    await node.service.Drain(DrainRequest(), Context())
+    await asyncio.sleep(0.5)
+    assert node.upkeep.is_draining
+    assert not node.upkeep.has_drained
+    while not node.upkeep.has_drained:  # noqa: ASYNC110 - time is simulated
+        await asyncio.sleep(0.1)
+    assert len(cluster.holders(name)) == 2
+
+
+def test_a_block_of_a_client_that_had_the_map_before_a_drain_is_copied() -> None:
+    async def one(cluster: RepairHistory, node: Process) -> None:
+        await node.service.Drain(DrainRequest(), Context())
+        await asyncio.sleep(4)
+        await put_and_drain(cluster, node)
+
+    with_three_nodes(one)
 
 
 def test_a_second_drain_scans_anew() -> None:
     """Its map is the same as that of the first one, but blocks have come in between."""
 
-    async def one() -> None:
-        cluster = RepairHistory(1)
-        leases = asyncio.create_task(cluster.etcd.run())
-        for _ in range(3):
-            cluster.begin()
-        await asyncio.sleep(20)
-        node = next(iter(cluster.processes.values()))
+    async def one(cluster: RepairHistory, node: Process) -> None:
         await node.service.Drain(DrainRequest(), Context())
         await asyncio.sleep(20)
         assert node.upkeep.has_drained
         await node.service.Drain(DrainRequest(undo=True), Context())
         await asyncio.sleep(0.5)
-        name = b"once".ljust(16), bytes(32)
-        node.put(name, 4096)
-        await node.service.Drain(DrainRequest(), Context())
-        await asyncio.sleep(0.5)
-        assert (node.membership.map.draining, node.upkeep.has_drained) != ((), True)
-        while not node.upkeep.has_drained:  # noqa: ASYNC110 - time is simulated
-            await asyncio.sleep(0.1)
-        assert len(cluster.holders(name)) == 2
-        leases.cancel()
+        await put_and_drain(cluster, node)
 
-    run(one())
+    with_three_nodes(one)
 
 
 def test_a_drain_that_is_waited_for_ends_when_it_is_cancelled() -> None:
-    async def one() -> None:
-        cluster = RepairHistory(1)
-        leases = asyncio.create_task(cluster.etcd.run())
-        for _ in range(3):
-            cluster.begin()
-        await asyncio.sleep(20)
-        node = next(iter(cluster.processes.values()))
+    async def one(_: RepairHistory, node: Process) -> None:
         for undo in (False, True):
             await node.service.Drain(DrainRequest(undo=undo), Context())
             await asyncio.sleep(2)
@@ -343,9 +340,8 @@ def test_a_drain_that_is_waited_for_ends_when_it_is_cancelled() -> None:
             await node.service.Drain(DrainRequest(has_begun=True), Context())
         await asyncio.sleep(2)
         assert (node.membership.state, node.membership.map.draining) == ("", ())
-        leases.cancel()
 
-    run(one())
+    with_three_nodes(one)
 
 
 def test_the_command_begins_a_drain_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,13 +361,7 @@ def test_the_command_begins_a_drain_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_drain_that_etcd_did_not_confirm_is_written_when_retried() -> None:
-    async def one() -> None:
-        cluster = RepairHistory(1)
-        leases = asyncio.create_task(cluster.etcd.run())
-        for _ in range(3):
-            cluster.begin()
-        await asyncio.sleep(20)
-        node = next(iter(cluster.processes.values()))
+    async def one(_: RepairHistory, node: Process) -> None:
         for undo in (False, True):
             node.way.is_away = True
             with pytest.raises(AioRpcError):
@@ -381,6 +371,5 @@ def test_a_drain_that_etcd_did_not_confirm_is_written_when_retried() -> None:
             await node.service.Drain(DrainRequest(undo=undo), Context())
             await asyncio.sleep(2)
             assert bool(node.membership.map.draining) != undo
-        leases.cancel()
 
-    run(one())
+    with_three_nodes(one)

@@ -51,13 +51,37 @@ def put_inline(cluster: ClusterClient) -> object:
     return result.error
 
 
-@pytest.mark.parametrize("put", [put, put_of_a_user, put_inline])
+def in_time(call: Callable[[ClusterClient], object], cluster: ClusterClient) -> object:
+    """Make a call, which ends by its own deadline, long before that of any."""
+    began_s = time.monotonic()
+    result = call(cluster)
+    assert time.monotonic() - began_s < CALL_S / 2
+    return result
+
+
+def arm(cluster: ClusterClient) -> object:
+    with (
+        cluster.nodes.register(allocate(SIZE)) as memory,
+        pytest.raises(NodeUnavailable) as raised,
+    ):
+        cluster.arm([ClusterBlock(KEY, memory, 0, SIZE)], timeout_s=OWN_S)
+    return raised.value
+
+
+def arm_of_a_user(cluster: ClusterClient) -> object:
+    with (
+        cluster.nodes.register(allocate(SIZE)) as memory,
+        pytest.raises(NodeUnavailable) as raised,
+    ):
+        cluster.nodes.arm("ada", [ClusterBlock(KEY, memory, 0, SIZE)], timeout_s=OWN_S)
+    return raised.value
+
+
+@pytest.mark.parametrize("put", [put, put_of_a_user, put_inline, arm, arm_of_a_user])
 def test_a_put_ends_by_its_own_deadline_while_no_node_answers(
     cluster: ClusterClient, put: Callable[[ClusterClient], object]
 ) -> None:
-    began_s = time.monotonic()
-    error = put(cluster)
-    assert time.monotonic() - began_s < CALL_S / 2
+    error = in_time(put, cluster)
     assert isinstance(error, NodeUnavailable)
     assert "has sent the map within 0.2 s" in str(error)
 
@@ -73,9 +97,7 @@ def test_a_put_ends_by_its_own_deadline_while_no_node_answers(
 def test_a_read_ends_by_its_own_deadline_while_no_node_answers(
     cluster: ClusterClient, look: Callable[[ClusterClient], object]
 ) -> None:
-    began_s = time.monotonic()
-    found = look(cluster)
-    assert time.monotonic() - began_s < CALL_S / 2
+    found = in_time(look, cluster)
     assert isinstance(found, Miss)
     assert found.reason is MissReason.NODE_AWAY
 

@@ -228,20 +228,18 @@ class RepairHistory:
         Those that were put before its map changed, or so soon afterwards that the client may have had the map before.
         """
         loop = asyncio.get_running_loop()
-        since: dict[Process, tuple[int, float]] = {}  # the digest of its map, and since when
+        changed: dict[Process, tuple[int, float]] = {}  # its map's last change, and when that was seen
         while True:
             await asyncio.sleep(LOOK_S)
             for one in list(self.processes.values()):
                 if self.processes.get(one.member.node) is not one:
                     continue  # it was killed while another one ended
-                if (
-                    one.membership.outside == _GONE
-                ):  # it was killed when it had drained, before it was stopped
-                    await self.empty(one)
+                if one.membership.outside == _GONE:
+                    await self.empty(one)  # it was killed when it had drained, before it was stopped
                     continue
-                digest, changed_s = since.get(one, (0, 0.0))
-                if digest != one.membership.digest:
-                    since[one] = one.membership.digest, (changed_s := loop.time())
+                since, changed_s = changed.get(one, (0, 0.0))
+                if since != one.membership.since:
+                    changed[one] = one.membership.since, (changed_s := loop.time())
                 if not one.upkeep.has_drained or not one.membership.is_seen:
                     continue
                 for name in one.store.blocks.keys() - self.deleting:
